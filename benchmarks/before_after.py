@@ -108,13 +108,13 @@ def checked_out(commit: str) -> Path:
 
 
 def least(turns: Iterable[dict[Any, float]]) -> dict[Any, float]:
-    """Returns the minimum of each value."""
+    """Returns the minimum over all turns for each name."""
     first, *others = turns
     return {name: min(us, *(turn[name] for turn in others)) if others else us for name, us in first.items()}
 
 
 def plain(pair: str) -> str:
-    """Returns the name of a pair in one form for all versions: "[S0,R]->[R,R]" and "S(0) R -> R R" are the same."""
+    """Normalizes a pair's name across versions: "[S0,R]->[R,R]" and "S(0) R -> R R" give the same result."""
     return re.sub(r"[^A-Za-z0-9>]+", "", pair)
 
 
@@ -125,7 +125,7 @@ def calls(turns: list[dict[str, Any]]) -> dict[str, Any]:
         for when in WHEN
     }
     if ours["before"].keys() != ours["after"].keys():
-        sys.exit(f"call_overhead.py times other calls in both versions: {ours['before'].keys() ^ ours['after'].keys()}")
+        sys.exit(f"call_overhead.py times different calls by version: {ours['before'].keys() ^ ours['after'].keys()}")
     ratios: dict[str, list[float]] = {}
     for (call, pair), us in ours["after"].items():
         ratios.setdefault(call, []).append(us / ours["before"][call, pair])

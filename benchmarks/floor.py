@@ -93,7 +93,7 @@ class _Transfer:
         received = dict(zip(ranks, self._receive.split(self._receive_counts), strict=True))
         self._packing = [(sent[r].view(part.shape), part) for r, part in sends.items()]
         self.received = {r: received[r] for r in receives}
-        """Returns what came from each rank, flat."""
+        """The data received from each rank, flat."""
 
     def __call__(self) -> None:
         for packed, part in self._packing:
@@ -102,7 +102,7 @@ class _Transfer:
 
 
 class Floor:
-    """`Floor(...)()` redistributes `local`, always the same one, and returns a new tensor."""
+    """A callable that redistributes `local`, the same tensor in each call. Returns a new tensor."""
 
     def __init__(self, case: Case, n: int, coordinate: Coordinate, local: torch.Tensor, groups: Groups) -> None:
         shape = case.shape(n)
@@ -198,6 +198,7 @@ class Floor:
             result.add_(contribution)
 
     def _prepare_sharing(self, groups: Groups) -> None:
+        """Prepares the second transfer: each rank sends its part of the sum to all other ranks."""
         everyone = tuple(range(len(self._held)))
         others = [r for r in everyone if r != self._rank]
         self._own_sum = torch.empty_like(self._own_chunk)

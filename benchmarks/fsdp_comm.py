@@ -102,7 +102,7 @@ def steps(width: int) -> Calls:
 
 
 def measure(what: str, kib: int, calls: Calls, seconds: float) -> dict:
-    """Returns one row, the same on every rank."""
+    """Compares stock with ours. Returns one row of results, the same on every rank."""
     results, received = {}, {}
     for name, call in calls.items():
         with sw.debug.wire_meter() as meter:

@@ -154,7 +154,7 @@ def predict(shape: Shape, num_ranks: int, tokens: int, gb_per_second: int) -> di
 
 
 def summarize(rows: list[dict]) -> list[dict]:
-    """Summarizes the rows by kind and bandwidth."""
+    """Returns the counts of chosen methods and the statistics of E by kind and bandwidth."""
     summary = []
     for kind in KINDS:
         for gb_per_second in BANDWIDTHS:
@@ -176,7 +176,7 @@ def summarize(rows: list[dict]) -> list[dict]:
 
 def print_table(rows: list[dict], summary: list[dict]) -> None:
     """Prints the tables as Markdown."""
-    print("Predicted, not measured: chosen schedule, and E of the most that E can be (E / bound).\n")
+    print("Predicted, not measured: chosen schedule, and E with its upper bound (E / bound).\n")
     print("| | shape | ranks | GB/s |" + "".join(f" {tokens} tokens |" for tokens in TOKENS))
     print("|---" * (4 + len(TOKENS)) + "|")
     found = {(r["kind"], r["shape"], r["ranks"], r["gb_per_second"], r["tokens"]): r for r in rows}

@@ -205,7 +205,7 @@ void define_forms(PlanClass& plan) {
            }),
            "Returns JSON as described in docs/plan.schema.json; `plan_from_json` reads it.")
       .def("to_svg", without_gil([](const CertifiedPlan& plan) { return to_svg(plan.plan()); }),
-           "Returns an SVG picture of the ranks' parts and messages: by rank up to 16 ranks, otherwise by mesh dim.")
+           "Returns an SVG picture of the ranks' parts and messages: a row per rank (up to 16 ranks) or per mesh dim.")
       .def("to_html", without_gil([](const CertifiedPlan& plan) { return to_html(plan.plan()); }),
            "Returns an HTML page with the picture and the plan's text.")
       .def("_repr_html_", [](const PlanView& p) { return to_svg(p.plan()); })  // in notebooks

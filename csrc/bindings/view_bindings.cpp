@@ -30,7 +30,7 @@ struct Sizes {
 Sizes sizes_of(const Layout& layout, const Typed<std::vector<int64_t>>& shape, const Typed<int64_t>& flattened) {
   constexpr int64_t kMost = 1 << 16;
   const int64_t count = integer(flattened, "flattened");
-  check_argument(count >= 1 && count <= kMost, "flattened", "at least 1 and at most the number of dims", count);
+  check_argument(count >= 1 && count <= kMost, "flattened", "in [1, number of dims in shape]", count);
   return {inferred_shape(layout, integers(shape, "shape")), static_cast<int>(count)};
 }
 

@@ -62,7 +62,7 @@ class StepPicture {
                   "; ", memory);
   }
 
-  // Returns the x of a time.
+  // Returns the x coordinate of a time.
   double x(int64_t ps) const {
     const auto all = static_cast<double>(std::max<int64_t>(lanes_.total_ps, 1));
     return kLeft + static_cast<double>(ps) / all * kWidth;

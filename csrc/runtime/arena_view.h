@@ -22,9 +22,8 @@ void view_arena(const at::Tensor& tensor, const at::Tensor& arena, int64_t offse
 // does nothing in PyTorch's own allocator and raises in cudaMallocAsync.
 at::Tensor on_arena(const at::Tensor& tensor);
 
-// Keeps a tensor's memory (for an arena view: the arena's) from being reused before `stream` has done the work that it
-// has been given so far. Does nothing for memory that PyTorch's allocator of the device did not allocate, because the
-// owner of that memory frees it.
+// Prevents reuse of a tensor's memory (for an arena view: the arena's) until `stream` finishes its queued work. Does
+// nothing for memory that PyTorch's allocator for the device did not allocate, because the memory's owner frees it.
 void record_use(const at::Tensor& tensor, c10::Stream stream);
 
 // Takes the memory from `tensor`. Until it is an arena view again, an operator that reads its address, or the address

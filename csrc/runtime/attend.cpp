@@ -198,13 +198,13 @@ class Tiles {
   }
 
  private:
-  // Rounds the depth up to whole words: kernels of devices load 16 bytes at once.
+  // Rounds the depth up to a multiple of 16 bytes, which device kernels load at once. Returns elements.
   int64_t whole_words(int64_t depth) const {
     if (q_.is_cpu()) return depth;
     const int64_t items = 16 / q_.element_size();
     return ceil_divide(depth, items) * items;
   }
-  // True if flash attention computes the tiles: those without a bias. It needs keys and values of one depth.
+  // Returns true if flash attention computes the tiles. It supports no bias, and needs keys and values of one depth.
   bool uses_flash(int64_t depth) const { return is_half(q_) && !o_.mask && whole_words(depth) <= 256; }
 
   const Product& o_;

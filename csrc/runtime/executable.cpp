@@ -280,6 +280,7 @@ void CompiledProgram::check_tensors(c10::ArrayRef<at::Tensor> tensors) const {
     const Buffer& buffer = program_.buffers[i];
     TORCH_CHECK_VALUE(tensor.sizes().equals(buffer.shape), which(), " must have shape ", c10::IntArrayRef(buffer.shape),
                       " on rank ", rank_, ", got ", tensor.sizes(), " (", origin_->text(), ")");
+    // True if the tensor must have the dtype of input `usual_input_`, which may be any dtype of the same size.
     const bool is_usual = dtypes_[i] == at::ScalarType::Undefined && usual_input_ >= 0;
     const bool has_dtype = is_usual ? static_cast<int64_t>(tensor.element_size()) == program_.dtype.size_bytes() &&
                                           tensor.scalar_type() == tensors[usual_input_].scalar_type()

@@ -113,13 +113,13 @@ class CompiledProgram {
   // True if a transfer, or an instruction after the first Wait, reads an input.
   bool reads_input_after_start() const { return reads_input_after_start_; }
 
-  // Returns the offset of the input in the output, in elements, for a plan of one step that only moves a
-  // one-dimensional tensor, where this rank's input stays one contiguous range. Such a plan may write to memory that
-  // already holds the input at that offset.
+  // Returns the offset of this rank's input in its output, in elements, if the plan is one step that only moves a 1-D
+  // tensor and the input stays one contiguous range. Such a plan may run in place: the output's memory may already hold
+  // the input at that offset.
   std::optional<int64_t> place_of_input() const { return place_of_input_; }
 
-  // Throws c10::ValueError for the first input or destination with a wrong shape, dtype or device. Tensors of the
-  // program's own dtype may have another dtype of its size, if all have the same.
+  // Throws c10::ValueError for the first input or destination with a wrong shape, dtype or device. Tensors for buffers
+  // of the program's own dtype may have any dtype of the same size, but all must have the same dtype.
   void check_tensors(c10::ArrayRef<at::Tensor> tensors) const;
   // Returns the options for buffers of the program's own dtype, in a run with these tensors.
   at::TensorOptions options_like(c10::ArrayRef<at::Tensor> tensors) const;

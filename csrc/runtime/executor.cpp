@@ -136,8 +136,8 @@ void check_out(const CompiledProgram& compiled, const at::Tensor& input, const a
   const bool is_in_place = place && input.is_contiguous() &&
                            static_cast<const char*>(input.const_data_ptr()) ==
                                static_cast<const char*>(out.const_data_ptr()) + *place * item_bytes;
-  TORCH_CHECK_VALUE(is_in_place, "out must not share memory with the input, unless one step gathers a flat tensor and ",
-                    "the input is this rank's part of out, got another overlap");
+  TORCH_CHECK_VALUE(is_in_place, "out must not share memory with the input, except in a one-step gather of a 1-D ",
+                    "tensor whose input is at its final offset in out, got another overlap");
 }
 
 // On CPU: runs the instructions before `until` on this thread, and leaves the rest to the progress thread.

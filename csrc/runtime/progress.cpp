@@ -59,12 +59,12 @@ class Progress {
     is_running_ = false;
   }
 
-  // Runs a program to its end, its failure, or stop().
+  // Runs a program until it ends or fails, or until stop().
   void finish(Execution& run) const {
     try {
       while (!run.finished() && !is_stopped_) run.run_next();
     } catch (const std::exception&) {
-      return;  // the program stores the failure for its waits
+      return;  // the execution stores the failure; every later finish() raises it
     }
     if (run.finished()) run.release();
   }

@@ -56,7 +56,7 @@ void check_activations(const std::vector<Activation>& activations, size_t num_us
     check_user(0 <= a.saved && a.saved <= a.first && before <= a.first && a.first <= a.last &&
                    a.last < static_cast<int>(num_uses) && k <= a.until && a.until < count,
                "uses of activations[", k, "] must satisfy 0 <= saved <= first <= last < ", num_uses, ", ", before,
-               " (first of the activation before) <= first, and ", k, " <= until < ", count, ", got saved=", a.saved,
+               " (first of the previous activation) <= first, and ", k, " <= until < ", count, ", got saved=", a.saved,
                ", first=", a.first, ", last=", a.last, ", until=", a.until);
   }
 }

@@ -11,17 +11,16 @@
 namespace shardwright {
 namespace {
 
-// A gather or reduction that may be in chunks: the uses in which a form may be gathered in chunks, or the use in which
-// its gradient may be reduced in chunks.
+// A candidate for chunks: the gather of a weight for consecutive uses, or the reduction of its gradient.
 struct Place {
   int form = 0;               // index of the form
   int use = 0;                // first use
   int last = 0;               // last use
-  bool is_reduction = false;  // both uses are then the one that completes the gradient
+  bool is_reduction = false;  // true: `use` and `last` are the use that completes the gradient
   auto operator<=>(const Place&) const = default;
 };
 
-// Chooses the places that are in chunks, as described in the header. `possible_` has all places to choose from.
+// Chooses the gathers and reductions to run in chunks, as described in the header. `possible_` has all candidates.
 class Chunking {
  public:
   Chunking(const std::vector<Weight>& weights, const std::vector<Use>& uses, const std::vector<ChunkedForm>& forms,
@@ -72,8 +71,8 @@ class Chunking {
                        [](const ReducingProduct& p) { return p.transfer_ps > 0; });
   }
 
-  // Returns the last of the consecutive uses of a weight in one pass that begin with `use`. Returns -1 if they do not
-  // begin there, or if they are several and also need other weights with bytes.
+  // Returns the last use of a run: consecutive uses of a weight in one pass. Returns -1 if no run begins with `use`, or
+  // if the run has several uses and one of them also needs another weight with bytes.
   int last_of_run(int weight, int use) const {
     const auto goes_on = [&](int i) { return needs(i, weight) && uses_[i].pass == uses_[use].pass; };
     if (!goes_on(use) || goes_on(use - 1)) return -1;
@@ -104,8 +103,8 @@ class Chunking {
            std::count(uses_[use].weights.begin(), uses_[use].weights.end(), weight) > 0;
   }
 
-  // Returns the schedule with exactly these places in chunks: forms replace weights in the chosen uses, and the memory
-  // of their chunks counts as held. Throws UserError if the budget is too small.
+  // Returns the schedule with exactly the chosen candidates in chunks: forms replace weights in their uses, and
+  // retained_bytes includes the memory of their chunks. Throws UserError if the budget is too small.
   StepSchedule planned(const std::set<Place>& chosen) const {
     std::vector<Weight> weights = weights_;
     std::vector<Use> uses = uses_;
@@ -140,7 +139,7 @@ class Chunking {
                                      : make_schedule(std::move(weights), std::move(uses), options);
   }
 
-  // Returns planned(chosen), or nullopt on UserError. Lets the error pass if no place may be in chunks.
+  // Returns planned(chosen), or nullopt on UserError. Rethrows the error if there are no candidates.
   std::optional<StepSchedule> without_error(const std::set<Place>& chosen) const {
     try {
       return planned(chosen);
@@ -160,7 +159,7 @@ class Chunking {
     return chunked && never_both(*chunked) ? *chunked : planned({});  // throws the error of the plan without chunks
   }
 
-  // Returns the possible places that compute waits for, with their waits, longest first; at most kMostUsesTried.
+  // Returns the candidates that delay compute, each with its delay, longest first; at most kMostUsesTried.
   std::vector<std::pair<int64_t, Place>> by_wait(const StepSchedule& s) const {
     const StepLanes lanes = predict(s);
     std::vector<std::pair<int64_t, Place>> waits;
@@ -173,8 +172,8 @@ class Chunking {
     return waits;
   }
 
-  // Returns how long compute waits for the gather of a place, without the delay by earlier transfers; 0 if the schedule
-  // does not have the gather.
+  // Returns the time that compute waits for a candidate's gather, without delays by earlier transfers. Returns 0 if the
+  // schedule does not have the gather.
   int64_t wait_before(const StepSchedule& s, const StepLanes& lanes, const Place& place) const {
     const auto is_its = [&](const Gather& g) { return g.needed == place.use && g.weight == forms_[place.form].weight; };
     if (std::none_of(s.gathers.begin(), s.gathers.end(), is_its)) return 0;
@@ -182,7 +181,7 @@ class Chunking {
     return std::min(lanes.uses[place.use].begin_ps - before_ps, weights_[forms_[place.form].weight].gather_ps);
   }
 
-  // Returns how long compute waits for the reduction of a place, without the delay by earlier transfers.
+  // Returns the time that compute waits for a candidate's reduction, without delays by earlier transfers.
   int64_t wait_after(const StepSchedule& s, const StepLanes& lanes, const Place& place) const {
     for (size_t r = 0; r < s.reductions.size(); ++r) {
       if (s.reductions[r].start != place.last || s.reductions[r].weight != forms_[place.form].weight) continue;

@@ -51,7 +51,7 @@ void check(const std::vector<Weight>& weights, const std::vector<Use>& uses, con
     }
     for (const int w : uses[i].in_chunks) {
       check_user(std::count(uses[i].gradients.begin(), uses[i].gradients.end(), w) == 1, "in_chunks of uses[", i,
-                 "] must be among its gradients, got weight ", w);
+                 "] must be a subset of its gradients, got weight ", w);
     }
     check_user(uses[i].compute_ps >= 0, "compute_ps of uses[", i, "] must be at least 0, got ", uses[i].compute_ps);
   }
@@ -113,13 +113,13 @@ class Residency {
     }
   }
 
-  // Return the least limits within which the weights of each single use fit, and within which weights are gathered as
-  // far ahead as required.
+  // Returns the least limit within which the weights of each single use fit.
   int64_t least_limit_bytes() const {
     int64_t least = 0;
     for (int i = 0; i < num_uses(); ++i) least = std::max(least, bytes_at(i, i));
     return least;
   }
+  // Returns the least limit within which all gathers start as early as the options require.
   int64_t wanted_limit_bytes() const {
     int64_t most = 0;
     for (int i = 0; i < num_uses(); ++i) {

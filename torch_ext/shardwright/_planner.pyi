@@ -461,7 +461,7 @@ class Plan:
         """Returns JSON as described in docs/plan.schema.json; `plan_from_json` reads it."""
 
     def to_svg(self) -> str:
-        """Returns an SVG picture of the ranks' parts and messages: by rank up to 16 ranks, otherwise by mesh dim."""
+        """Returns an SVG picture of the ranks' parts and messages: a row per rank (up to 16 ranks) or per mesh dim."""
 
     def to_html(self) -> str:
         """Returns an HTML page with the picture and the plan's text."""

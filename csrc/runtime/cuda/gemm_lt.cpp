@@ -42,10 +42,10 @@ struct Workspace {
   c10::DataPtr own;  // owns `data` in a capture; else empty, because the stream's workspace is never freed
 };
 
-// Returns the workspace of a stream. Products of one stream run one after the other and share it. Products that run at
-// the same time must not, because they would overwrite each other's partial sums. Streams are from pools of a fixed
-// size, so their number is limited. A graph's workspace is from the graph's memory, because its replays may run at the
-// same time as the stream on which it was captured.
+// Returns the workspace of a stream. Products of one stream run one after the other and share it. Concurrent products
+// must not share a workspace, because they would overwrite each other's partial sums. Streams are from pools of a fixed
+// size, so the number of workspaces is limited. A graph's workspace is from the graph's memory, because its replays may
+// run at the same time as the stream on which it was captured.
 Workspace workspace_for(const Algorithm& algorithm, c10::cuda::CUDAStream stream) {
   if (algorithm.workspace_bytes == 0) return {};
   Workspace workspace;
