@@ -84,7 +84,7 @@ def _parameters_on_different_meshes() -> None:
     refused: list[tuple[Any, dict[str, Any], str]] = [
         (lambda p: 1, {}, "shard_placement_fn must return a Shard, None or .* for weight, got 1"),
         (lambda p: _of_its_own(inner, 2), {}, r"a Shard with dim in \[-2, 1\] for weight, got Shard\(dim=2\)"),
-        (lambda p: outside, {}, r"shard_placement_fn must return a mesh that contains .* \(\d\) for weight, got"),
+        (lambda p: outside, {}, r"shard_placement_fn must return a mesh that contains .* \(\d\), for weight, got"),
         (lambda p: _of_its_own(inner, 0), {"same_data_dims": [0]}, "must not return a mesh .* got one for weight"),
         (lambda p: _of_its_own(inner, 0), {"reshard_after_forward": 4}, "must be .* a divisor of 2, .*, got 4"),
     ]

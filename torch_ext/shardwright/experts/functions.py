@@ -202,7 +202,7 @@ class Given(NamedTuple):
         if x.ndim != 2:
             raise argument_error("x", "of shape [tokens, hidden]", tuple(x.shape))
         if x.requires_grad and torch.is_grad_enabled() and x.dtype not in _ROW_DTYPES:
-            raise argument_error("x", f"one of {_names(_ROW_DTYPES)} with requires_grad", x.dtype)
+            raise argument_error("x", f"one of {_names(_ROW_DTYPES)} if it requires grad", x.dtype)
         _check_per_token("expert_ids", expert_ids, x)
         if expert_ids.dtype not in (torch.int64, torch.int32) or expert_ids.shape[1] < 1:
             described = f"{expert_ids.dtype} of shape {tuple(expert_ids.shape)}"
@@ -237,7 +237,7 @@ class Given(NamedTuple):
         return on and self.x.requires_grad, on and self.scores is not None and self.scores.requires_grad
 
     def chosen(self, ranks: ExpertRanks) -> torch.Tensor:
-        """Returns the codes of the expert ids, on the host. Raises ValueError for ids out of range."""
+        """Returns a replica code (ranks.py) per expert id, on the host. Raises ValueError for invalid ids."""
         ids = self.expert_ids.detach().to(device="cpu", dtype=torch.int64).contiguous()
         return ranks.placement.choose(ids, ranks.rank, ranks.node_of_rank)
 

@@ -85,7 +85,7 @@ class checkpoint_cut(torch.autograd.graph.saved_tensors_hooks):
         self._made.clear()
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        """Hook: returns a `_Saved` if the tensor is to be sharded; otherwise packs it in full."""
+        """Hook: saves a view of a span, sharded once per block; packs other tensors in full."""
         found = self._span_of(tensor)
         if found is None or found.size_bytes < self._min_bytes:
             return reads.pack(tensor)
@@ -116,7 +116,7 @@ class checkpoint_cut(torch.autograd.graph.saved_tensors_hooks):
         return None if span is None else next((outer for outer in self._given if outer.holds(span)), None)
 
     def _kept(self, local: torch.Tensor, span: _Span) -> _ShardedActivation:
-        """Returns a new sharded activation, from the tensor's full memory."""
+        """Returns a new sharded activation, from a span of the tensor's memory."""
         memory = local.detach().as_strided((span.numel,), (1,), span.begin)
         full, cut = _layouts(self._mesh, span.numel, span.dtype)
         if checking.is_on():

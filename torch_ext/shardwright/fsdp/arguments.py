@@ -146,7 +146,7 @@ class Placing(NamedTuple):
             if shards is not None:
                 raise ValueError(
                     f"reshard_after_forward must be True, False or None with Options.placements, got {keep_ranks}; "
-                    "set the placements of the copy by Options.kept_placements"
+                    "set the placements of the copy with Options.kept_placements"
                 )
             choice = choice._replace(keep_ranks=keep_ranks)
         return Layouts(parameter, data, choice)
@@ -179,7 +179,7 @@ class Placing(NamedTuple):
         if getattr(info, "dp_mesh_dims", None) is not None:
             return _named_dims(info.spmd_mesh, info.dp_mesh_dims)
         if info.mesh.get_coordinate() is None:
-            here = f"this rank ({dist.get_rank()}) for {name}"
+            here = f"this rank ({dist.get_rank()}), for {name}"
             raise ValueError(f"shard_placement_fn must return a mesh that contains {here}, got {info.mesh}")
         return DataMesh(info.mesh, (None,) * info.mesh.ndim, info.shard_mesh_dim)
 
@@ -357,7 +357,7 @@ def checked_ignored(value: Any) -> set[int]:
 
 
 def parameters_of(modules: tuple[nn.Module, ...], ignored: set[int]) -> list[tuple[nn.Parameter, list[Place]]]:
-    """Returns the parameters that belong to no unit yet, each with the modules that own it."""
+    """Returns the parameters that belong to no unit yet, each with its places in modules."""
     found: dict[int, tuple[nn.Parameter, list[Place]]] = {}
     visited: set[int] = set()
     inner = (getattr(each, ATTRIBUTE, None) for root in modules for each in root.modules())

@@ -131,7 +131,7 @@ class Extension:
 
     @property
     def output_bytes(self) -> list[int]:
-        """Sizes of the gathered tensors; none before the first gather."""
+        """Sizes of the gathered tensors; empty before the first gather."""
         return [output.numel() * output.itemsize for output in self._outputs]
 
     def start(self, part: torch.Tensor, places: Sequence[tuple[torch.Tensor, int]]) -> None:

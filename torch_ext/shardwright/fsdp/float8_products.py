@@ -39,11 +39,11 @@ _ELEMENTS_AT_A_TIME = 1 << 20  # elements of a weight that a backward decodes at
 
 
 class Float8Product:
-    """A matmul by the received codes and scales of a weight. It does not refer to the weight, which refers to it."""
+    """A matmul by the received codes and scales of a weight. Holds no reference to the weight, which holds it."""
 
     def __init__(self, columns: int, is_rowwise: bool) -> None:
         self.is_rowwise = is_rowwise
-        self.place_bytes = 0  # no place: received scales are used as they are
+        self.place_bytes = 0  # no buffer: received scales are used as they are
         # A matmul reads bytes beyond the last row. They only affect result columns that are dropped.
         self.padding_bytes = ROW_MULTIPLE * max(columns + -columns % ROW_MULTIPLE, torch.float32.itemsize)
 
@@ -129,15 +129,15 @@ class BlockProduct(Float8Product):
 
     def __init__(self, number: int, columns: int, block: int) -> None:
         super().__init__(columns, False)
-        self._tiles = -(-number // _TILE), -(-columns // (SCALES_TOGETHER * block))
+        self._tiles = -(-number // _TILE), -(-columns // (SCALES_TOGETHER * block))  # of 128 rows and 4 blocks
         scales_in_row = SCALES_TOGETHER * self._tiles[1]
-        # Codes are read in multiples of 16 rows, scales in tiles of 128 rows.
+        # Matmuls read codes in multiples of 16 rows, scales in tiles, past the last row.
         self.padding_bytes = max(ROW_MULTIPLE * block, _TILE) * scales_in_row
-        # Buffer for the scales in the order that cuBLAS reads.
+        # `Weight.place`: the scales in the order that cuBLAS reads.
         self.place_bytes = _TILE * self._tiles[0] * scales_in_row
 
     def land(self, weight: Weight) -> None:
-        """Copies the received scales to the place, in the order that cuBLAS reads."""
+        """Copies the received scales to `Weight.place`, in the order that cuBLAS reads."""
         if weight.gather.arrived is not None:
             scales = weight.gather.arrived[0][1]
             rows = scales.as_strided((self._tiles[0] * _TILE, scales.size(1)), scales.stride())

@@ -35,9 +35,9 @@ class Reductions:
     def __init__(self, units: Sequence[Unit], device: torch.device) -> None:
         self._units = units
         self._device = device
-        self._under_way: list[tuple[int, Reduction]] = []  # the use after which to wait, and the reduction
-        self._started: list[tuple[int, tuple[int, ...]]] = []  # started in the running backward: unit, its weights
-        self._used: set[Place] = set()  # weights of which some rank had a gradient at the latest agreement
+        self._under_way: list[tuple[int, Reduction]] = []  # (last use before the wait, reduction)
+        self._started: list[tuple[int, tuple[int, ...]]] = []  # in this backward: (unit index, weight indices)
+        self._used: set[Place] = set()  # weights that had a gradient on some rank at the latest `_agree`
         self._on_mesh: dict[DeviceMesh, list[Place]] = {}
         for number, unit in enumerate(units):
             for which, weight in enumerate(unit.weights):
@@ -46,7 +46,7 @@ class Reductions:
     def start(self, number: int, which: Sequence[int] | None = None) -> Reduction | None:
         """Starts to reduce gradients of unit number `number`. Returns None if there is nothing to reduce.
 
-        `which`: indices of weights; default: weights of which some rank had a gradient in the latest backward.
+        `which`: indices of weights; default: weights that had a gradient on some rank in the latest backward.
         """
         unit = self._units[number]
         if which is None:
@@ -126,7 +126,7 @@ class Reductions:
         return weight.had_gradient, weight.has_gradient and self._units[place[0]].unit_options.reduces
 
     def _text(self, mesh: DeviceMesh) -> str:
-        """Returns a text of the reductions that were started on a mesh in this backward, for an error."""
+        """Returns the reductions that this backward has started on a mesh, as text for an error."""
         said = []
         for number, which in self._started:
             unit = self._units[number]
@@ -144,7 +144,7 @@ class Reductions:
         return digest + bytes(255 - byte for byte in digest)
 
     def _check(self, mesh: DeviceMesh, said: bytes) -> None:
-        """Raises ValueError on all ranks if digests differ. `said`: begins with the maxima over ranks of `_digest`."""
+        """Raises ValueError on all ranks if digests differ. `said` begins with the bytewise maxima of `_digest`."""
         pairs = zip(said[:_DIGEST_BYTES], said[_DIGEST_BYTES : 2 * _DIGEST_BYTES])
         if any(largest + complement != 255 for largest, complement in pairs):
             differ = "have reduced different gradients in this backward"

@@ -347,7 +347,7 @@ class Unit:
         if not is_in_backward():
             if self.is_resident:
                 return
-            raise RuntimeError(f"weights of {self.name} that a forward has saved can be read in a backward only")
+            raise RuntimeError(f"saved weights of {self.name} must be read in a backward, got a read outside of it")
         check_no_create_graph(self.name)
         self.ready_runner().begin_backward(self, forward)
 
@@ -369,7 +369,7 @@ class Unit:
             weight.keep_gradient()
 
     def drop_gradients(self) -> None:
-        """Discards all gradients that were not added to the sharded parameters' yet."""
+        """Discards all gradients that are not yet added to the sharded parameters' gradients."""
         for weight in self.weights:
             weight.drop_gradient()
 

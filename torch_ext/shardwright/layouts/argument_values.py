@@ -84,11 +84,11 @@ def placement_texts(placements: Any) -> list[str]:
 def placement_texts_of(
     mesh: _planner.Mesh, shape: Sequence[int], passed_placements: list[Any], order: dict[int, list[int]], flattened: int
 ) -> tuple[list[str], dict[int, list[int]], int]:
-    """Returns the texts of a tensor's placements, some of which depend on its shape or on earlier cuts.
+    """Converts a tensor's placements to texts. Units of a Ragged become sizes, which depend on the cuts before it.
 
     Returns:
-        The texts, the shard order, and the number of leading dims that are flattened. Texts and order count the tensor
-        dims after flattening.
+        The texts, the shard order, and the number of flattened leading dims. Tensor dims in the texts and the order are
+        indices after flattening.
     """
     read = [placements.of_others(p) for p in passed_placements]
     ragged = {d: p for d, p in enumerate(read) if isinstance(p, placements.Ragged)}
@@ -100,7 +100,7 @@ def placement_texts_of(
         raise argument_error("dims of each Ragged", f"equal: the first {flattened} dims", repr(ragged[odd[0]]))
     sized = {d: placements.Ragged(p.dim, p.sizes or p.units) for d, p in ragged.items()}  # units become sizes below
     texts = [placement_text(sized.get(d, p)) for d, p in enumerate(read)]
-    in_rows = flattened > 1 and bool(with_dims)  # placements without `dims` count the dims of `shape`
+    in_rows = flattened > 1 and bool(with_dims)  # placements without `dims` have indices into `shape`
     if in_rows:
         order = {_dim_behind(dim, flattened): mesh_dims for dim, mesh_dims in order.items()}
         texts = [
@@ -136,14 +136,14 @@ def _cut_in(text: str) -> tuple[str, int, str] | None:
 
 
 def _dim_behind(dim: int, flattened: int) -> int:
-    """Returns the index of a tensor dim of a shard order after the first dims are flattened."""
+    """Converts a tensor dim of a shard order to its index after the first dims are flattened."""
     if 0 < dim < flattened:
         raise argument_error("shard_order: tensor dim", f"0 or at least {flattened} next to Ragged with dims", dim)
     return min(dim, max(dim - flattened + 1, 0))
 
 
 def _with_dim_behind(text: str, flattened: int, ndim: int) -> str:
-    """Returns the text of a placement with its tensor dim counted after the first dims are flattened."""
+    """Converts the tensor dim of a placement text to its index after the first dims are flattened."""
     cut = _cut_in(text)
     if cut is None:
         return text
@@ -159,7 +159,7 @@ def _with_dim_behind(text: str, flattened: int, ndim: int) -> str:
 
 
 class _Cuts:
-    """The cuts of a tensor. `texts` count its dims after the first `flattened` dims became one."""
+    """The cuts of a tensor. Tensor dims in `texts` are indices after flattening."""
 
     def __init__(
         self, mesh: _planner.Mesh, shape: Sequence[int], texts: list[str], order: dict[int, list[int]], flattened: int
@@ -183,7 +183,7 @@ class _Cuts:
     def put_ragged_shards_last(self, passed_placements: list[Any]) -> None:
         """Orders veScale's ``_StridedRaggedShard`` after the cuts of later mesh dims, as its split factor requires.
 
-        By its position in the list a RaggedShard before other cuts would be first, but veScale applies it last. The
+        A RaggedShard that precedes other cuts in the list would be applied first, but veScale applies it last. The
         shard order must therefore be given.
         """
         for d, placement in enumerate(passed_placements):
@@ -199,7 +199,7 @@ class _Cuts:
             if not is_clear:
                 names = [self.mesh.dim_names[other] for other in (*others, d)]
                 raise ValueError(
-                    f"placements: on mesh dim {names[-1]!r}, before mesh dims that cut the same into {count}, a "
+                    f"placements: on mesh dim {names[-1]!r}, before mesh dims that cut the same dim into {count}, a "
                     f"RaggedShard must have a shard_order, and a _StridedRaggedShard split factor {count} in the "
                     f"shard_order {{0: {names}}}, got {placement!r}"
                 )

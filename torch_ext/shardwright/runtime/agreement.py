@@ -66,7 +66,7 @@ class Statement(NamedTuple):
 
 
 def report(mine: Statement, statements: Mapping[R, str], where: str) -> str:
-    """Returns the text of an error, or "" if all statements agree. `statements` has the JSON of each rank's."""
+    """Returns the text of an error, or "" if all statements agree. `statements`: of each rank, as JSON."""
     parts = {text: json.loads(text) for text in set(statements.values())}
 
     def each(part: int) -> dict[R, Any]:

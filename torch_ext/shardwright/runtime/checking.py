@@ -143,7 +143,7 @@ def compare_calls(
 def _compare_operator(
     input: torch.Tensor, program: str, group_names: Sequence[str], rank: int, out: torch.Tensor | None
 ) -> None:
-    """Compares a redistribute in a graph before it runs: the kernel of `shardwright::compare_ranks`."""
+    """Kernel of `shardwright::compare_ranks`: checks that all ranks are about to run this redistribute."""
     executable = _runtime.executable(program, list(group_names), rank)
     group = _group_of_operator.get((program, *group_names))
     if group is not None:

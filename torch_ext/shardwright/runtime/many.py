@@ -313,7 +313,7 @@ class _Given:
         if str(tensor.dtype) != f"torch.{layout.dtype}":
             raise argument_error(name, f"of dtype {layout.dtype}, as in {layout}", tensor.dtype)
         if tensor.device != self.device:
-            raise argument_error(name, f"on {self.device}, as the other tensors", tensor.device)
+            raise argument_error(name, f"on {self.device}, like the other tensors", tensor.device)
 
     def key(self, device_type: str | None = None) -> Hashable:
         """Returns the cache key of the call, for this rank's device type or for the given one."""

@@ -350,7 +350,7 @@ class Transfer:
         return local if tensor is None or tensor.value is None else tensor.value
 
     def _plan(self, destinations: range, buckets: int, first_sender: int = 0) -> BoundBatch:
-        """Returns the batch that fills a range of destinations with this many buckets."""
+        """Returns the batch that fills these destinations. Sender group `first_sender` is tried first."""
         return BoundBatch(
             self._made, destinations, self._options.bucket_bytes, buckets, self._group.get(), first_sender
         )
