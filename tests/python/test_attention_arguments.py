@@ -51,7 +51,7 @@ def _invalid_arguments() -> None:
         (lambda: _entered(mesh, buffers=[buffer], buffer_seq_dims=[1]), r"buffer_seq_dims must be in \[-1, 0\], got 1"),
         (
             lambda: sw.attention.context_parallel_unshard(mesh, [local], [2, 2], size=SIZE),  # type: ignore[arg-type, return-value]
-            "seq_dims must be a list of 1 dims, one per buffer, got 2",
+            "seq_dims must be of length 1, one dim per buffer, got 2",
         ),
     ]
     for call, match in cases:

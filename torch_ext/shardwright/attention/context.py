@@ -183,7 +183,7 @@ def context_parallel(
     if mesh.ndim != 1:
         raise argument_error("mesh", "a DeviceMesh of one dim, such as mesh['cp']", f"{mesh.ndim} dims")
     if len(tensors) != len(dims):
-        raise argument_error("buffer_seq_dims", f"a list of {len(tensors)} dims, one per buffer", len(dims))
+        raise argument_error("buffer_seq_dims", f"of length {len(tensors)}, one dim per buffer", len(dims))
     for tensor in tensors:
         argument_checks.check_tensor("buffers", tensor)
         if tensor.requires_grad:
@@ -239,7 +239,7 @@ def context_parallel_unshard(
     parts = argument_values.items(buffers, "buffers", "a list of tensors")
     dims = argument_values.items(seq_dims, "seq_dims", "a list of integers")
     if len(parts) != len(dims):
-        raise argument_error("seq_dims", f"a list of {len(parts)} dims, one per buffer", len(dims))
+        raise argument_error("seq_dims", f"of length {len(parts)}, one dim per buffer", len(dims))
     return [
         redistribute_sequence(part, layout, "whole", dim=dim, size=size, group=group)
         for part, dim in zip(parts, dims, strict=True)

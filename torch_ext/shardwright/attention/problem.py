@@ -344,7 +344,7 @@ def check_mask(q: torch.Tensor, mask: torch.Tensor) -> None:
 
 
 def _but_sequence(tensor: DTensor) -> list[Any]:
-    """Returns the placements, with None for those that cut the sequence or replicate."""
+    """Returns the placements, with None for those that shard the sequence or replicate."""
     dims = sequence_dims(tensor)
     return [None if p.is_replicate() or d in dims else p for d, p in enumerate(tensor.placements)]
 
@@ -417,7 +417,7 @@ def sequence_layout(layout: Any, size: int, count: int, argument: str) -> Layout
 
 
 def sequence_dims(q: DTensor) -> list[int]:
-    """Returns the mesh dims that cut the sequence."""
+    """Returns the mesh dims that shard the sequence."""
     return [
         mesh_dim
         for mesh_dim, placement in enumerate(q.placements)
@@ -431,12 +431,12 @@ def _of_dtensor(options: Options, q: DTensor, k: DTensor) -> _Shards:
         if placement.is_partial():
             raise argument_error("q", "placed without pending reductions", q.placements)
         if not placement.is_replicate() and placement.dim % 4 == 3:
-            raise argument_error("q", "placed without a cut of the depth of heads", f"{q.placements}; redistribute it")
+            raise argument_error("q", "unsharded along dim 3, the depth of heads", f"{q.placements}; redistribute it")
     cut = sequence_dims(q)
     if len(cut) > 1:
         raise ValueError(
-            f"q must be cut in the sequence along at most one mesh dim, got {q.placements}, which cuts it along "
-            f"{len(cut)}. A mesh with these dims flattened into one has the same parts"
+            f"q must have its sequence sharded over at most one mesh dim, got {q.placements}, which shards it over "
+            f"{len(cut)}; flatten these mesh dims into one, which keeps the shards"
         )
     size = q.shape[SEQUENCE_DIM]
     if options.size is not None and options.size != size:
@@ -446,7 +446,7 @@ def _of_dtensor(options: Options, q: DTensor, k: DTensor) -> _Shards:
         raise argument_error("kv_size", f"None with DTensors, or {kv_size}, as k has", options.kv_size)
     if any(k.device_mesh.size(mesh_dim) > 1 and mesh_dim not in cut for mesh_dim in sequence_dims(k)):
         raise ValueError(
-            f"k must be cut along the mesh dim that cuts the sequence of q, or not at all, got {k.placements} where q "
+            f"k must have its sequence sharded over the same mesh dim as q, or not at all, got {k.placements} where q "
             f"has {q.placements}"
         )
     if not cut or q.device_mesh.size(cut[0]) == 1:

@@ -60,9 +60,9 @@ def calibrate_gemm(
 
 
 def check_dtype(argument: str, dtype: object) -> None:
-    """Raises ValueError unless the dtype is floating-point with at least 16 bits."""
+    """Raises ValueError unless `dtype` is a floating-point torch.dtype of at least 16 bits."""
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize == 1:
-        raise ValueError(f"{argument} must be floating-point with at least 16 bits, got {dtype}")
+        raise ValueError(f"{argument} must be a floating-point torch.dtype of at least 16 bits, got {dtype}")
 
 
 def measure_products(

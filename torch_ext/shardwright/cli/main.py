@@ -208,7 +208,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _make(arguments: argparse.Namespace) -> Plan:
-    """Plans as the options say."""
+    """Returns the plan that the options describe."""
     from ..layouts.layout import Layout, Mesh
     from ..planning import plan
 

@@ -43,14 +43,14 @@ def _parser() -> argparse.ArgumentParser:
         prog="shardwright transfer",
         description="Plans the transfer of a state dict, and prints bytes, rounds, memory and predicted time.",
     )
-    parser.add_argument("source", metavar="FROM.json", help="the layouts that the tensors have")
-    parser.add_argument("destination", metavar="TO.json", help="the layouts that they get")
-    parser.add_argument("--map", metavar="RULES.json", help="rules from the tensors of one file to those of the other")
-    parser.add_argument("--bucket-bytes", type=int, default=64 << 20, metavar="BYTES", help="64 MiB by default")
-    parser.add_argument("--buckets", type=int, default=3, help="3 by default")
-    parser.add_argument("--unused", action="append", default=[], metavar="PATTERN", help="may have no destination")
-    parser.add_argument("--ignore", action="append", default=[], metavar="PATTERN", help="may have no source")
-    parser.add_argument("--backend", choices=Lowering.names(), default="nccl", help="nccl by default")
+    parser.add_argument("source", metavar="FROM.json", help="layouts of the source tensors")
+    parser.add_argument("destination", metavar="TO.json", help="layouts of the destination tensors")
+    parser.add_argument("--map", metavar="RULES.json", help="rules that map source to destination tensors")
+    parser.add_argument("--bucket-bytes", type=int, default=64 << 20, metavar="BYTES", help="size; default: 64 MiB")
+    parser.add_argument("--buckets", type=int, default=3, help="number of buckets; default: 3")
+    parser.add_argument("--unused", action="append", default=[], metavar="PATTERN", help="destination may be missing")
+    parser.add_argument("--ignore", action="append", default=[], metavar="PATTERN", help="source may be missing")
+    parser.add_argument("--backend", choices=Lowering.names(), default="nccl", help="default: nccl")
     parser.add_argument("--topology", help="8xNVLink, 64x8, gloo-local or a JSON file; default by backend")
-    parser.add_argument("--limit", type=int, default=explaining.LIMIT, help="tensors and links shown; 20 by default")
+    parser.add_argument("--limit", type=int, default=explaining.LIMIT, help="tensors and links to show; default: 20")
     return parser

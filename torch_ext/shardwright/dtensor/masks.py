@@ -37,13 +37,13 @@ def is_masked(placement: Placement) -> bool:
 
 
 def without_masks(spec: DTensorSpec) -> DTensorSpec:
-    """Returns the spec of a tensor whose masks have been applied."""
+    """Returns the spec with plain partial placements in place of masked ones."""
     placements = [Partial(p.reduce_op) if is_masked(p) else p for p in spec.placements]
     return dataclasses.replace(spec, placements=tuple(placements))
 
 
 def apply(local: torch.Tensor, masks: Iterable[Placement]) -> None:
-    """Applies masks, in place. Raises RuntimeError for one that was never made."""
+    """Applies masks, in place. Raises RuntimeError for a mask that was never made."""
     for mask in masks:
         mask.mask_buffer.apply_mask(local)
         mask.mask_buffer.release_mask()

@@ -63,7 +63,7 @@ def redistribute_local_tensor(
     use_graph_based_transform: bool | None = None,
     is_explicit: bool = False,
 ) -> torch.Tensor:
-    """Replaces PyTorch's function of this name: redistributes by a plan of shardwright."""
+    """Replaces PyTorch's function of the same name. Runs shardwright's plan, or PyTorch's function without one."""
     original = _original or torch_redistribute.redistribute_local_tensor
     mode = deciding()
     is_plain = mode.on and type(local_tensor) is torch.Tensor and local_tensor.layout is torch.strided
@@ -85,12 +85,12 @@ def redistribute_local_tensor(
 
     if not mode.on:
         return by_torch()
-    if mode.overlap and async_op and note_explicit_gather is not None:  # only explicit ones are asynchronous
+    if mode.overlap and async_op and note_explicit_gather is not None:  # async implies explicit
         note_explicit_gather(current_spec, target_spec)
     if isinstance(local_tensor, AsyncCollectiveTensor):
         local_tensor = local_tensor.wait()
     if current_spec.mesh is not target_spec.mesh and current_spec.mesh != target_spec.mesh:
-        return by_torch()  # raises
+        return by_torch()  # PyTorch raises
     is_traced = _are_we_tracing()
     if is_traced and _is_captured():
         return by_torch()
@@ -163,8 +163,8 @@ def _by_plan(call: _Asked, is_traced: bool) -> torch.Tensor | Refusal:
     if isinstance(executable, Refusal):
         return executable
     if _autograd_looks(local):
-        # A graph is being made below DTensor, as in the double backward of torch before 2.12. Collectives of PyTorch's
-        # own would break the graph here.
+        # Autograd records below DTensor, as in the double backward of torch before 2.12. PyTorch's own collectives
+        # would break its graph.
         return redistribute_local(local, *call.layouts(current.shape), device_mesh=current.mesh, async_op=async_op)
     copies = executable.is_identity and _torch_would_copy(current, target)
     if not copies:
@@ -209,7 +209,7 @@ def _autograd_looks(local_tensor: torch.Tensor) -> bool:
 def _torch_would_copy(current_spec: DTensorSpec, target_spec: DTensorSpec) -> bool:
     """Returns True if PyTorch would make a new tensor although our plan has no steps.
 
-    PyTorch gathers and cuts again if mesh dims of size 1 hide that two layouts are the same. Callers that get a copy
+    PyTorch gathers and shards again if mesh dims of size 1 hide that two layouts are equal. Callers that get a copy
     from PyTorch may write to it, so our replacement copies too.
     """
     try:
@@ -234,7 +234,7 @@ def _is_captured() -> bool:
     return get_proxy_mode() is not None and CompileContext.current_compile_id() is None
 
 
-# The results of `_trace_arguments` by redistribute.
+# Cached results of `_trace_arguments`, by redistribute.
 _arguments: executables.PlanningCache[dict[str, Any] | Refusal] = executables.PlanningCache(is_local=True)
 
 
@@ -272,7 +272,7 @@ def _trace_arguments(call: _Asked, is_symbolic: bool) -> dict[str, Any] | Refusa
     if isinstance(plan, Refusal):
         return plan
     if any(step.op == "partition" for step in plan.steps) and not call.local.dtype.is_floating_point:
-        return Refusal("tracing: PyTorch makes integers floating where it divides them")
+        return Refusal("tracing: PyTorch divides integers into floating-point values")
     is_strided = any(placement.startswith("SS") for placement in (*plan.src.placements, *plan.dst.placements))
     if is_symbolic and is_strided:
         sizes = plans.fixed(sizes)

@@ -70,7 +70,7 @@ def placement_of(text: str) -> Placement:
 def spec_of_layout(layout: _planner.Layout, like: DTensorSpec, meta: TensorMeta | None) -> DTensorSpec | None:
     """Returns the spec of a layout, with mesh and pending reductions of `like`. None if DTensor has no such spec.
 
-    Split factors that only encode a shard order are marked as such; others are literal.
+    Sets `use_strided_shard_as_shard_order` if the split factors encode a shard order.
     """
     if not layout.mesh.has_same_ranks(Mesh(like.mesh)) or not _planner.is_known_to_dtensor(layout):
         return None

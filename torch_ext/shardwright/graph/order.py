@@ -41,7 +41,7 @@ _ordered: list[str] = []
 
 
 def register(name: str) -> None:
-    """Makes compiled code run an operator in the order of the trace, relative to other operators that are registered.
+    """Makes compiled code run an operator in the order of the trace, relative to other registered operators.
 
     Call `keep_out_of_cuda_graphs` when the operator is traced.
     """
@@ -50,10 +50,10 @@ def register(name: str) -> None:
 
 
 def keep_out_of_cuda_graphs() -> None:
-    """Keeps the registered operators out of the CUDA graphs of the compilation under way, if it makes any.
+    """Keeps the registered operators out of the CUDA graphs of the current compilation, if it makes any.
 
-    Inductor does not see the tag `cudagraph_unsafe` of operators with effect tokens. It also cuts graphs at the
-    operators of this list where it makes no CUDA graphs, so they are listed only once they have to be.
+    Inductor ignores the tag `cudagraph_unsafe` on operators with effect tokens. Its list of operators to split graphs
+    at applies without CUDA graphs too, so the operators are added only if CUDA graphs are on.
     """
     if inductor_config.triton.cudagraphs:
         listed = inductor_config.custom_should_partition_ops

@@ -131,7 +131,7 @@ def bind(program: str, model: GemmModel, where: Where) -> Call:
     return Call(program, tuple(names), where.rank, model, executable)
 
 
-# The number of backwards kept per product; they differ in the gradients requested and in their layouts.
+# Maximum number of cached backwards per product. They differ in the requested gradients and in layouts.
 _MAX_BACKWARDS = 64
 
 
@@ -169,9 +169,9 @@ class Product:
     ) -> list[torch.Tensor | None]:
         """Returns the gradients of operand, weights and biases (one per weight) that are needed.
 
-        `x` is the moved operand if that was kept. `dys` are gradients with the given `layouts`. A layout None means the
-        default layout of that result's gradient, a gradient None means zeros. After the gradients of the results, one
-        more may follow: part of the operand's gradient, or None.
+        `x` is the moved operand if the forward kept it. `dys` are gradients with the given `layouts`. A layout of None
+        means the default layout of that gradient; a gradient of None means zeros. After the gradients of the results,
+        one more may follow: part of the operand's gradient, or None.
         """
         key = (*layouts, *needs)
         flow = self._backwards.get(key)

@@ -74,14 +74,14 @@ def meta_of(schema: OpSchema) -> Any:
 
 
 def cut_along(placement: Any, dim: int) -> Placement:
-    """Returns the same cut of another tensor dim."""
+    """Returns the placement with another tensor dim."""
     if isinstance(placement, _StridedShard):
         return _StridedShard(dim, split_factor=placement.split_factor)
     return Shard(dim)
 
 
 def spec_like(spec: DTensorSpec, placements: Sequence[Placement], meta: Any) -> DTensorSpec:
-    """Returns a spec with other placements and meta, and mesh and meaning of split factors of `spec`."""
+    """Returns `spec` with other placements and meta. Its split factors keep their meaning."""
     strided = any(isinstance(placement, _StridedShard) for placement in placements)
     is_order = strided and spec.use_strided_shard_as_shard_order
     return DTensorSpec(spec.mesh, tuple(placements), meta, use_strided_shard_as_shard_order=is_order)
@@ -89,7 +89,7 @@ def spec_like(spec: DTensorSpec, placements: Sequence[Placement], meta: Any) -> 
 
 @functools.cache
 def is_pointwise(op: Any) -> bool:
-    """True if an operator is elementwise, by its tags or those of its out-of-place variant."""
+    """Returns True if an operator is elementwise, by its tags or those of its out-of-place variant."""
     tags = list(op.tags)
     name = op._schema.name.removeprefix("aten::")
     if name.endswith("_"):
@@ -99,18 +99,18 @@ def is_pointwise(op: Any) -> bool:
 
 
 def has_any(schema: OpSchema) -> bool:
-    """True if some input has strided shards, lists and keyword arguments included."""
+    """Returns True if any input has strided shards, also in a list or a keyword argument."""
     return next(_strided(schema.args_schema, schema.kwargs_schema), None) is not None
 
 
 def may_ask(schema: OpSchema) -> bool:
-    """True if PyTorch's rule for this operator was verified with inputs like these."""
+    """Returns True if PyTorch's rule for this operator was verified with inputs like these."""
     name = schema.op.name().removeprefix("aten::")
     return name in verified.anywhere() or (name in verified.along_other_dims() and works_along_others(schema))
 
 
 def works_along_others(schema: OpSchema) -> bool:
-    """True if the arguments name the dims that the operator works along, and these have no strided shards."""
+    """Returns True if the arguments name the dims to work along, and these dims have no strided shards."""
     dims = _dims(schema)
     return bool(dims) and not any(
         isinstance(p, _StridedShard) and p.dim in [dim % spec.ndim for dim in dims]
