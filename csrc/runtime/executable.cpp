@@ -285,7 +285,10 @@ void CompiledProgram::check_tensors(c10::ArrayRef<at::Tensor> tensors) const {
     const bool has_dtype = is_usual ? static_cast<int64_t>(tensor.element_size()) == program_.dtype.size_bytes() &&
                                           tensor.scalar_type() == tensors[usual_input_].scalar_type()
                                     : tensor.scalar_type() == scalar_type_of(buffer.dtype);
-    TORCH_CHECK_VALUE(has_dtype, which(), " must have dtype ", buffer.dtype.name(), ", got ", name(tensor));
+    const bool follows = is_usual && static_cast<int64_t>(i) != usual_input_;
+    TORCH_CHECK_VALUE(has_dtype, which(), " must have dtype ",
+                      follows ? concat(name(tensors[usual_input_]), ", as input ", usual_input_) : buffer.dtype.name(),
+                      ", got ", name(tensor));
     TORCH_CHECK_VALUE(tensor.device() == tensors[0].device(), which(), " must be on the device of the first input, ",
                       tensors[0].device(), ", got ", tensor.device());
   }

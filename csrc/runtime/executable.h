@@ -129,8 +129,8 @@ class CompiledProgram {
   }
 
  private:
-  void note_order();         // fills order_of_transfers_ and is_asked_for_
-  void note_dtypes();        // fills dtypes_, usual_input_ and travels_as_bytes_
+  void note_order();         // fills order_of_transfers_ and orders_a_transfer_
+  void note_dtypes();        // fills dtypes_, usual_input_ and is_sent_as_bytes_
   void note_instructions();  // fills copies_ and all indices of instructions
 
   Program program_;
