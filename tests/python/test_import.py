@@ -6,6 +6,7 @@ import importlib.metadata
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -114,3 +115,58 @@ def test_unknown_names_raise() -> None:
         _ = sw.nothing
     assert not hasattr(sw, "__wrapped__")
     assert set(sw.__all__) <= set(dir(sw))
+
+
+# ---- wheels for several torches
+
+MERGE_WHEELS = Path(__file__).parents[2] / "tools/merge_wheels"
+
+
+def _wheel(folder: Path, torch_version: str, cuda: str | None, module: str = "") -> Path:
+    """Makes a wheel with the files that tools/merge_wheels looks at."""
+    package, metadata = folder / "content/shardwright", folder / "content/shardwright-0.1.dist-info"
+    package.mkdir(parents=True)
+    metadata.mkdir()
+    info = {"torch": torch_version, "torch_cuda": cuda, "cuda": cuda is not None}
+    texts = {
+        package / "__init__.py": module,
+        package / "_planner.cpython-311-x86_64-linux-gnu.so": torch_version,
+        package / "_runtime.cpython-311-x86_64-linux-gnu.so": torch_version,
+        package / "_build_info.py": f"BUILD_INFO = {info!r}\n",
+        metadata / "METADATA": "Name: shardwright\nVersion: 0.1\nRequires-Dist: torch==2.11.*\n",
+        metadata / "WHEEL": "Wheel-Version: 1.0\nTag: cp311-cp311-linux_x86_64\n",
+    }
+    for path, text in texts.items():
+        path.write_text(text)
+    subprocess.run([sys.executable, "-m", "wheel", "pack", "-d", folder, folder / "content"], check=True)
+    (made,) = folder.glob("*.whl")
+    return made
+
+
+@pytest.mark.any_torch
+def test_wheels_for_several_torches_are_joined(tmp_path: Path) -> None:
+    wheels = [
+        _wheel(tmp_path / "a", "2.15.0+cu132", None),
+        _wheel(tmp_path / "b", "2.11.0+cu130", "13.0"),
+        _wheel(tmp_path / "c", "2.11.0+cu130", None),
+    ]
+    subprocess.run([sys.executable, MERGE_WHEELS, tmp_path / "dist", *wheels], check=True)
+    (joined,) = (tmp_path / "dist").glob("*.whl")
+    with zipfile.ZipFile(joined) as archive:
+        names = set(archive.namelist())
+        required = archive.read("shardwright-0.1.dist-info/METADATA").decode()
+        planner = archive.read("shardwright/_planner.cpython-311-x86_64-linux-gnu.so").decode()
+    for build in ("torch2.11-cpu", "torch2.11-cu13", "torch2.15-cpu"):
+        assert f"shardwright/_runtimes/{build}/_build_info.py" in names
+        assert f"shardwright/_runtimes/{build}/_runtime.cpython-311-x86_64-linux-gnu.so" in names
+    assert not {"shardwright/_build_info.py", "shardwright/_runtime.cpython-311-x86_64-linux-gnu.so"} & names
+    assert "Requires-Dist: torch>=2.11,<2.16,!=2.12.*,!=2.13.*,!=2.14.*\n" in required
+    assert planner == "2.15.0+cu132"
+
+
+@pytest.mark.any_torch
+def test_wheels_that_differ_are_not_joined(tmp_path: Path) -> None:
+    wheels = [_wheel(tmp_path / "a", "2.15.0", None), _wheel(tmp_path / "b", "2.11.0", None, "x = 1\n")]
+    for given, message in ((wheels, "__init__.py differs between"), (wheels[:1] * 2, "two wheels have a build called")):
+        ran = subprocess.run([sys.executable, MERGE_WHEELS, tmp_path, *given], capture_output=True, text=True)
+        assert ran.returncode == 1 and message in ran.stderr, ran.stderr
