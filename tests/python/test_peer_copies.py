@@ -133,12 +133,16 @@ def test_captured_redistributes_can_be_replayed_between_eager_ones() -> None:
 
 
 def _from_two_streams(rank: int, size: int, path: str) -> None:
+    import async_device
+
     mesh = _begin(rank, size, path, {"a": 2})
     move = _Move(mesh, (64, 33), ("S(0)",), ("R",))
     streams = [torch.Stream(device="asyncdev") for _ in range(2)]
     found = []
     for turn in range(20):
         with streams[turn % 2]:
+            if turn == rank:  # the stream of the next redistribute would overtake this one
+                async_device.native().sleep(30)
             found.append(sw.redistribute_local(move.part(turn, move.src).to("asyncdev"), *move.layouts))
     for turn, result in enumerate(found):
         with streams[turn % 2]:
@@ -190,6 +194,31 @@ def test_process_group_sends_small_messages() -> None:
 
     for rank, (copied, counters) in enumerate(ranks.run(_small_and_large, 3)):
         assert copied == 3 * (2 if rank == 2 else 1) * 192
+        assert counters["batch"] == 3
+
+
+def _small_and_large_parts(rank: int, size: int, path: str) -> tuple[int, dict[str, int]]:
+    import async_device
+    from async_device import strict
+
+    mesh = _begin(rank, size, path, {"a": 3}, peer_min_bytes=150)
+    strict.reset_counters()
+    # Parts of 4, 4 and 3 rows by 10 columns of floats: each rank receives 160, 160 and 120 bytes.
+    for seed in range(3):
+        move = _Move(mesh, (11, 30), ("S(0)",), ("S(1)",))
+        local = move.part(seed, move.src).to("asyncdev")
+        if rank == 2:
+            async_device.native().sleep(30)
+        move.check(sw.redistribute_local(local, *move.layouts), seed)
+    _end()
+    return sw.stats()["peer_bytes"], strict.counters()
+
+
+def test_small_parts_of_an_all_to_all_are_waited_for() -> None:
+    from async_device import ranks
+
+    for rank, (copied, counters) in enumerate(ranks.run(_small_and_large_parts, 3)):
+        assert copied == 3 * (2 if rank == 2 else 1) * 160
         assert counters["batch"] == 3
 
 
