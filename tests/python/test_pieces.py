@@ -141,6 +141,22 @@ def test_reductions_and_gradients_of_pieces(pool: Pool) -> None:
     pool.run(_reductions, WORLD_SIZE)
 
 
+def _empty_result_of_part() -> None:
+    """Rank 1 holds a part of the last dim and needs nothing, but the last dim of its empty part is longer."""
+    mesh, rank = _mesh((0, 1)), dist.get_rank()
+    src = sw.Layout(mesh, [8, 1, 8], [sw.placements.Pieces(2, [[(0, 8)], [(0, 4)]])], "float32")
+    dst = sw.Layout(mesh, [8, 1, 8], [sw.placements.Blocks(1, 2)], "float32")
+    full = torch.arange(64.0).view(8, 1, 8)
+    local = full[:, :, : 8 if rank == 0 else 4].transpose(0, 2).contiguous().transpose(0, 2)
+    assert not local.is_contiguous()
+    found = sw.redistribute_local(local, src, dst)
+    assert torch.equal(found, full if rank == 0 else full[:, :0])
+
+
+def test_empty_result_of_a_transposed_part(pool: Pool) -> None:
+    pool.run(_empty_result_of_part, 2)
+
+
 def test_zigzag_and_items_make_pieces() -> None:
     zigzag = sw.placements.Pieces.zigzag(0, 16, 2)
     assert zigzag.lists == (((0, 4), (12, 16)), ((4, 8), (8, 12)))
