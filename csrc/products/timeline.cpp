@@ -6,6 +6,7 @@
 #include "products/compile.h"
 #include "program/order.h"
 #include "program/transfer_traffic.h"
+#include "support/ceil_divide.h"
 #include "support/error.h"
 
 namespace shardwright {
@@ -16,8 +17,6 @@ constexpr int64_t kMaxRingPartners = 64;
 constexpr int64_t kUsualChunks = 8;  // numbers of chunks up to this one are always tried
 // The backward of attention has five products of matrices where the forward has two.
 constexpr double kBackwardProducts = 2.5;
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Returns, for each instruction, the last instruction before it that computes or waits, or -1. A host that reaches the
 // instruction has finished that one.
@@ -109,7 +108,7 @@ class Clock {
     } else if (start < running_.end && !running_.leaves_processors) {
       start = running_.end;
     } else if (start < running_.end) {
-      const int64_t waves = std::max<int64_t>(ceil_div(start - running_.start, running_.wave_ps), 1);
+      const int64_t waves = std::max<int64_t>(ceil_divide(start - running_.start, running_.wave_ps), 1);
       start = std::min(running_.end, saturating_sum(running_.start, waves * running_.wave_ps));
       const int64_t available = std::min(program_.sms_left, needs);
       if (start < running_.end) takes = transfer_ps(operation, needs, available);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import importlib.machinery
 import importlib.metadata
@@ -27,6 +28,7 @@ class Build(NamedTuple):
     file: str | None
 
 
+@functools.cache
 def builds() -> list[Build]:
     """Returns the builds in this package: one next to this file, or those that tools/merge_wheels put in _runtimes/."""
     return [
