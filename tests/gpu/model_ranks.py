@@ -271,10 +271,10 @@ def check_compiled_function(
         tensors = [torch.randn(*shape, generator=generator).to(DEVICE) for shape in ((rows, 16), (20, 16))]
         leaves = [distribute_tensor(t, mesh, [Shard(0)]).detach().requires_grad_() for t in tensors]
         expected = results_of(function, leaves)
-        found = results_of(compiled, leaves)
-        for actual, right in zip(found, expected, strict=True):
-            name = f"{function.__name__}, {rows} rows, {options}"
-            torch.testing.assert_close(actual, right, rtol=1e-4, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+        for call in range(3):  # with CUDA graphs: a warm-up, a capture, a replay
+            name = f"{function.__name__}, {rows} rows, {options}, call {call}"
+            for actual, right in zip(results_of(compiled, leaves), expected, strict=True):
+                torch.testing.assert_close(actual, right, rtol=1e-4, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def results_of(function: Callable[..., torch.Tensor], leaves: list[DTensor]) -> list[torch.Tensor]:

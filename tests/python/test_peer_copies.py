@@ -177,48 +177,29 @@ def test_products_use_peer_copies() -> None:
     assert all(copied > 0 for copied in ranks.run(_products, 4))
 
 
-def _small_and_large(rank: int, size: int, path: str) -> tuple[int, dict[str, int]]:
-    from async_device import strict
-
-    mesh = _begin(rank, size, path, {"a": 3}, peer_min_bytes=150)
-    strict.reset_counters()
-    # Parts of 4, 4 and 3 rows of 12 floats: ranks 0 and 1 send 192 bytes, rank 2 sends 144.
-    for seed in range(3):
-        _Move(mesh, (11, 12), ("S(0)",), ("R",)).run(seed)
-    _end()
-    return sw.stats()["peer_bytes"], strict.counters()
-
-
-def test_process_group_sends_small_messages() -> None:
-    from async_device import ranks
-
-    for rank, (copied, counters) in enumerate(ranks.run(_small_and_large, 3)):
-        assert copied == 3 * (2 if rank == 2 else 1) * 192
-        assert counters["batch"] == 3
-
-
-def _small_and_large_parts(rank: int, size: int, path: str) -> tuple[int, dict[str, int]]:
+def _small_and_large(rank: int, size: int, path: str, columns: int, destination: str) -> tuple[int, dict[str, int]]:
     import async_device
     from async_device import strict
 
     mesh = _begin(rank, size, path, {"a": 3}, peer_min_bytes=150)
     strict.reset_counters()
-    # Parts of 4, 4 and 3 rows by 10 columns of floats: each rank receives 160, 160 and 120 bytes.
+    move = _Move(mesh, (11, columns), ("S(0)",), (destination,))
     for seed in range(3):
-        move = _Move(mesh, (11, 30), ("S(0)",), ("S(1)",))
         local = move.part(seed, move.src).to("asyncdev")
-        if rank == 2:
+        if rank == 2:  # a rank that does not wait for the small message reads it too early
             async_device.native().sleep(30)
         move.check(sw.redistribute_local(local, *move.layouts), seed)
     _end()
     return sw.stats()["peer_bytes"], strict.counters()
 
 
-def test_small_parts_of_an_all_to_all_are_waited_for() -> None:
+# Ranks hold 4, 4 and 3 rows of floats. Ranks 0 and 1 send `num_bytes` to each other rank, rank 2 sends less than 150.
+@pytest.mark.parametrize(("columns", "destination", "num_bytes"), [(12, "R", 192), (30, "S(1)", 160)])
+def test_process_group_sends_small_messages(columns: int, destination: str, num_bytes: int) -> None:
     from async_device import ranks
 
-    for rank, (copied, counters) in enumerate(ranks.run(_small_and_large_parts, 3)):
-        assert copied == 3 * (2 if rank == 2 else 1) * 160
+    for rank, (copied, counters) in enumerate(ranks.run(_small_and_large, 3, columns, destination)):
+        assert copied == 3 * (2 if rank == 2 else 1) * num_bytes
         assert counters["batch"] == 3
 
 
