@@ -36,8 +36,7 @@ def __getattr__(name: str) -> Any:
             raise ImportError("its file is missing")
         spec = importlib.util.spec_from_file_location(full_name, build.file)
         assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[full_name] = module
+        sys.modules[full_name] = module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     except ImportError as error:
         sys.modules.pop(full_name, None)

@@ -48,8 +48,7 @@ def build_for(torch_version: str, cuda: str | None) -> Build:
     Binaries work with every patch release of a torch, and with every minor version of CUDA. Raises ImportError, with
     the remedy, if no build is for this torch.
     """
-    sentence = _about_torch(torch_version)
-    if sentence:
+    if sentence := _about_torch(torch_version):
         raise ImportError(f"shardwright was {sentence}")
     same = [build for build in builds() if _release(build.info["torch"]) == _release(torch_version)]
     if not same:
