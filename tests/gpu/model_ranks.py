@@ -9,6 +9,7 @@ import math
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import rank_device
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from nccl_ranks import part
 from rank_device import DEVICE
+from torch._inductor.cudagraph_trees import CUDAGraphTreeManager
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -266,6 +268,21 @@ def check_compiled_function(
     torch._dynamo.reset()
     # Products of uneven parts run between graphs.
     compiled = torch.compile(function, fullgraph=function is move, **options)
+    replays = mock.patch.object(
+        CUDAGraphTreeManager, "execute_node", autospec=True, side_effect=CUDAGraphTreeManager.execute_node
+    )
+    with replays as replay:
+        compare_with_eager(function, compiled, mesh, str(options))
+    if options.get("mode") == "reduce-overhead":
+        assert replay.called, f"{function.__name__} must replay CUDA graphs, got none"
+
+
+def compare_with_eager(
+    function: Callable[[DTensor, DTensor], torch.Tensor],
+    compiled: Callable[..., torch.Tensor],
+    mesh: DeviceMesh,
+    options: str,
+) -> None:
     for rows in (24, 23, 31):
         generator = torch.Generator().manual_seed(rows)
         tensors = [torch.randn(*shape, generator=generator).to(DEVICE) for shape in ((rows, 16), (20, 16))]

@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 from torch._functorch import partitioners
-from torch._inductor import config as inductor_config
+from torch._higher_order_ops.effects import with_effects
+from torch._inductor import utils as inductor_utils
 from torch._library.effects import EffectType
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils.checkpoint import CheckpointPolicy
@@ -37,27 +38,9 @@ for _operator in _RECOMPUTABLE:
     torch.fx.node.has_side_effect(_operator)
 
 
-_ordered: list[str] = []
-
-
 def register(name: str) -> None:
-    """Makes compiled code run an operator in the order of the trace, relative to other registered operators.
-
-    Call `keep_out_of_cuda_graphs` when the operator is traced.
-    """
+    """Makes compiled code run an operator in the order of the trace, relative to other registered operators."""
     torch.library._register_effectful_op(name, EffectType.ORDERED)
-    _ordered.append(name)
-
-
-def keep_out_of_cuda_graphs() -> None:
-    """Keeps the registered operators out of the CUDA graphs of the current compilation, if it makes any.
-
-    Inductor ignores the tag `cudagraph_unsafe` on operators with effect tokens. Its list of operators to split graphs
-    at applies without CUDA graphs too, so the operators are added only if CUDA graphs are on.
-    """
-    if inductor_config.triton.cudagraphs:
-        listed = inductor_config.custom_should_partition_ops
-        listed.extend(name for name in _ordered if name not in listed)
 
 
 def start(local: torch.Tensor, make_groups: bool, *arguments: Any) -> torch.Tensor:
@@ -115,3 +98,19 @@ def _before_cutting(original: Callable[..., None]) -> Callable[..., None]:
 
 # Both of PyTorch's partitioners call this on a joint graph before they cut it.
 partitioners.force_save_collectives = _before_cutting(partitioners.force_save_collectives)
+
+
+_is_unsafe_without_token = inductor_utils.is_cudagraph_unsafe_fx_node
+
+
+def _is_unsafe_in_cuda_graphs(node: torch.fx.Node) -> bool:
+    """Replaces inductor's function, which misses the tag `cudagraph_unsafe` of an operator with an effect token.
+
+    Such a node's target is `with_effects`, and the operator is an argument. Inductor asks about an operator that
+    returns a list and about each tensor of its list with the same node, so they stay together.
+    """
+    operator = node.args[1] if node.target is with_effects else None
+    return _is_unsafe_without_token(node) or torch.Tag.cudagraph_unsafe in getattr(operator, "tags", ())
+
+
+inductor_utils.is_cudagraph_unsafe_fx_node = _is_unsafe_in_cuda_graphs

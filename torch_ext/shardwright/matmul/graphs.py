@@ -94,7 +94,6 @@ def _apart(outputs: Tensors, inputs: Tensors) -> list[torch.Tensor]:
 
 @torch.library.register_fake("shardwright::multiply")
 def _(x: torch.Tensor, weights: Tensors, biases: Tensors, scales: Tensors, *name: Any) -> list[torch.Tensor]:
-    order.keep_out_of_cuda_graphs()
     product = _product(name, x)
     layouts = [*product.plan.results, *([product.plan.moved_operand] * product.keeps_gathered)]
     return [product.empty(x, layout) for layout in layouts]
@@ -102,7 +101,6 @@ def _(x: torch.Tensor, weights: Tensors, biases: Tensors, scales: Tensors, *name
 
 @torch.library.register_fake("shardwright::multiply_backward")
 def _(x: torch.Tensor, weights: Tensors, dys: Tensors, needs: Flags, *name: Any) -> list[torch.Tensor]:
-    order.keep_out_of_cuda_graphs()
     product = _product(name, x)
     layouts = [product.plan.operand, *product.plan.weights, *product.plan.biases]
     return [product.empty(x, each) for each, need in zip(layouts, needs, strict=True) if need and each is not None]
