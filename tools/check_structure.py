@@ -99,7 +99,7 @@ MAX_CODE_LINES = {
     "debug": 213,
     "dtensor": 898,
     "experts": 603,
-    "fsdp": 4843,
+    "fsdp": 4857,
     "graph": 299,
     "layouts": 447,
     "matmul": 603,

@@ -55,7 +55,7 @@ LEFT_OUT = "hooks run as eager code because the compiler left out code around th
 # ---------------------------------------------------------------------------------------------- inside of units
 
 
-def _inside() -> None:
+def _inside(in_place: bool) -> None:
     mesh = get_mesh((2,))
     eager = shard(Mlp(), flat_fully_shard, mesh)
     expected = train(eager, eager, 4)
@@ -63,17 +63,46 @@ def _inside() -> None:
     counter = CompileCounterWithBackend("aot_eager")
     model = Mlp()
     for i, layer in enumerate(model.layers):
-        model.layers[i] = torch.compile(layer, backend=counter, fullgraph=True)
+        if in_place:
+            layer.compile(backend=counter, fullgraph=True)
+        else:
+            model.layers[i] = torch.compile(layer, backend=counter, fullgraph=True)
     shard(model, flat_fully_shard, mesh)
     sw.reset_stats()
     _assert_close(train(model, model, 4), expected)
     assert sw.stats()["unplanned_steps"] == sw.stats()["graph_breaks"] == 0, "units are around compiled code"
-    # One graph for all layers with gradients and one without, since weights are the same tensors in every step.
+    # At most one graph for each layer with gradients and one without: weights are the same tensors in every step.
     assert 0 < counter.frame_count <= 2 * len(model.layers)
 
 
-def test_compiled_inside_of_units(pool: Pool) -> None:
-    pool.run(_inside, 2)
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(10, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.linear(x).tanh()
+
+
+def _in_place_shared() -> None:
+    """Hooks are not part of the graphs of modules that compile themselves, so equal modules share graphs."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    model = nn.Sequential(*(Block() for _ in range(6)))
+    for block in model:
+        block.compile(backend=counter, fullgraph=True)
+        sw.fully_shard(block, mesh=get_mesh((2,)))
+    loss_of(sw.fully_shard(model, mesh=get_mesh((2,))), batch(0)).backward()
+    assert counter.frame_count == 2, "one for the first block, whose input needs no gradient, and one for the others"
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_compiled_inside_of_units(pool: Pool, in_place: bool) -> None:
+    pool.run(_inside, 2, in_place)
+
+
+def test_equal_units_share_graphs(pool: Pool) -> None:
+    pool.run(_in_place_shared, 2)
 
 
 # ----------------------------------------------------------------------------------------------- around units
@@ -322,8 +351,8 @@ def _checkpointed() -> None:
             run = torch.compile(model, backend="aot_eager", fullgraph=is_within)
             sw.reset_stats()
             _assert_close(train(model, run, 3), expected)
-        # Each of three steps has a forward with gradients and one without; recomputations do not count.
-        broken = 0 if is_within else 3 * 2 * len(model.layers)
+        # All units, in a forward with gradients and one without of each of three steps; recomputations do not count.
+        broken = 0 if is_within else 3 * 2 * (1 + len(model.layers))
         assert sw.stats()["graph_break_reasons"] == ({LEFT_OUT: broken} if broken else {})
 
 
@@ -353,10 +382,8 @@ def _float8_units() -> None:
     sw.reset_stats()
     _assert_close(train(model, torch.compile(model, backend="aot_eager"), 3), expected)
     # Each of three steps has a forward with gradients and one without. The model's own weight is tied, not in float8.
-    broken = 3 * 2 * len(model.layers)
-    assert sw.stats()["graph_breaks"] == broken
     reason = "weights are multiplied in their message format (matmul_format)"
-    assert sw.stats()["graph_break_reasons"] == {reason: broken}
+    assert sw.stats()["graph_break_reasons"] == {reason: 3 * 2 * len(model.layers), LEFT_OUT: 3 * 2}
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported):
         loss_of(torch.compile(model, backend="aot_eager", fullgraph=True), batch(0))
@@ -416,8 +443,8 @@ def _broken() -> None:
     with poisoned():
         sw.reset_stats()
         _assert_close(train(model, torch.compile(model, backend=counter), 4), expected)
-    assert counter.frame_count >= 2 * 4
-    assert sw.stats()["graph_breaks"] == 0, "units are in the graphs"
+    assert counter.frame_count >= 2 * 3
+    assert sw.stats()["graph_break_reasons"] == {LEFT_OUT: 4 * 2}, "the outermost unit; the others are in the graphs"
     assert Counter(type(p) for p in model.parameters()) == Counter(type(p) for p in eager.parameters())
 
 
@@ -459,7 +486,7 @@ def _parallel() -> None:
         torch._dynamo.reset()
         sw.reset_stats()
         torch.testing.assert_close(loss_of(torch.compile(model, backend="aot_eager"), batch(0, 0)), expected)
-    assert sw.stats()["graph_break_reasons"] == {"gathered weights are DTensors": len(model)}
+    assert sw.stats()["graph_break_reasons"] == {"gathered weights are DTensors": len(model), LEFT_OUT: 1}
 
 
 def test_units_with_tensor_parallelism_break_graphs(pool: Pool) -> None:

@@ -231,21 +231,27 @@ class _State:
         unit.ready_runner = functools.partial(_runner_of, weakref.ref(self), weakref.ref(unit))
         self._why_not_in_graphs = graphs.why_not(unit)  # None: graphs may contain the unit's events
 
+    @graphs.traced_by_callers
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Hook: casts the inputs, opens the unit and gathers it. Returns the inputs."""
-        if self.policy.casts_inputs:
-            args, kwargs = mapped(self.policy.cast_inputs, args), mapped(self.policy.cast_inputs, kwargs)
         is_traced = torch.compiler.is_compiling()
         if is_traced and self._why_not_in_graphs is None:
-            return graphs.begin_forward(self._number, self.unit, (args, kwargs))
-        return self._begin_forward(module, args, kwargs, is_traced or graphs.compiler_is_on())
+            return graphs.begin_forward(self._number, self.unit, self._cast_inputs(args, kwargs))
+        return self._begin_forward(module, args, kwargs, is_traced or graphs.is_called_by_compiled_code(module))
 
+    @graphs.traced_by_callers
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Hook: closes the unit. Returns the output, cast to output_dtype."""
         if torch.compiler.is_compiling() and self._why_not_in_graphs is None:
-            output = graphs.end_forward(self._number, self.unit, output)
-        else:
-            self._end_forward(output)
+            return self._cast_output(graphs.end_forward(self._number, self.unit, output))
+        return self._end_forward(output)
+
+    def _cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if not self.policy.casts_inputs:
+            return args, kwargs
+        return mapped(self.policy.cast_inputs, args), mapped(self.policy.cast_inputs, kwargs)
+
+    def _cast_output(self, output: Any) -> Any:
         return mapped(self.policy.cast_output, output) if self.policy.casts_outputs else output
 
     # torch's `register_fsdp_forward_method` calls `_pre_forward` and `_post_forward`, FSDP2's names, around a method.
@@ -328,7 +334,8 @@ class _State:
 
     @torch._disable_dynamo
     def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any, is_compiled: bool) -> Any:
-        """Opens the unit. Returns the inputs; once their gradients are computed, the backward of this forward ends."""
+        """Opens the unit. Returns the inputs, cast. Once their gradients are computed, this forward's backward ends."""
+        args, kwargs = self._cast_inputs(args, kwargs)
         runner, unit = self.ready_runner(module), self.unit
         runner.calls.end_failed(runner.end_forward)
         is_within_backward = bool(unit.backwards)
@@ -361,20 +368,20 @@ class _State:
             self.unit.put_sharded()
 
     @torch._disable_dynamo
-    def _end_forward(self, output: Any) -> None:
-        """Closes the unit. Gradients of tensors in `output` will open it for the backward."""
+    def _end_forward(self, output: Any) -> Any:
+        """Closes the unit. Returns the output, cast. Gradients of its tensors will open the unit for the backward."""
         runner, unit = self.runner, self.unit
         if runner is None or not unit.forwards:
-            return  # the hook before the forward has failed
+            return output  # the hook before the forward has failed
         runner.calls.end_failed(runner.end_forward)
         forward = unit.forwards[-1]
         is_within_backward = bool(unit.backwards)
         runner.end_forward(unit)
-        if is_within_backward or not torch.is_grad_enabled():
-            return
-        for tensor in tensors_in(output):
-            if tensor.requires_grad:
-                tensor.register_hook(functools.partial(_begin_backward, runner, unit, forward))
+        if not is_within_backward and torch.is_grad_enabled():
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(functools.partial(_begin_backward, runner, unit, forward))
+        return self._cast_output(output)
 
 
 def _runner_of(state: weakref.ref[_State], unit: weakref.ref[Unit]) -> Runner:

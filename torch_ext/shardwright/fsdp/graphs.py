@@ -25,10 +25,12 @@ import itertools
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
+from torch import nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._dynamo.eval_frame import skip_code
 from torch._functorch import partitioners
 from torch._higher_order_ops.effects import with_effects
 from torch.distributed.tensor import DTensor
@@ -202,9 +204,25 @@ def why_not(unit: Unit) -> str | None:
     return None
 
 
-def compiler_is_on() -> bool:
-    """Returns true if the running eager code was called by compiled code, or by code that Dynamo failed to compile."""
-    return get_eval_frame_callback() is not None
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def traced_by_callers(function: Function) -> Function:
+    """Makes Dynamo trace a function only as a part of its caller, and never compile it by itself.
+
+    ``module.compile()`` compiles the forward without the code around it, which calls hooks.
+    """
+    skip_code(function.__code__)
+    return function
+
+
+@traced_by_callers
+def is_called_by_compiled_code(module: nn.Module) -> bool:
+    """Returns True if eager code was called by compiled code, or by code that Dynamo failed to compile.
+
+    The callers of hooks of a module that compiles its own forward are eager.
+    """
+    return get_eval_frame_callback() is not None and module._compiled_call_impl is None
 
 
 def note_eager(unit: Unit, open_units: Iterable[Unit], is_compiled: bool, why: str | None) -> None:
@@ -214,11 +232,14 @@ def note_eager(unit: Unit, open_units: Iterable[Unit], is_compiled: bool, why: s
         unit: the unit whose forward begins.
         open_units: the units whose forwards contain it.
         is_compiled: the compiler is on. It is off in a part of a compiled model that PyTorch does not compile, such as
-            a checkpoint; then the events of an open unit are in a graph.
+            a checkpoint; then an open unit is in a graph, or was called by compiled code.
         why: the result of `why_not`.
     """
     unit.is_in_graph = False
-    if is_compiled or any(each.is_in_graph for each in open_units):
+    unit.is_called_by_compiled_code = is_compiled or any(
+        each.is_in_graph or each.is_called_by_compiled_code for each in open_units
+    )
+    if unit.is_called_by_compiled_code:
         known = "hooks run as eager code because the compiler left out code around them"
         reasons = "; ".join(text.partition("\n")[0] for text in torch._dynamo.utils.counters["graph_break"])
         counters.count_graph_break(why or known, f"{unit.name} (Dynamo's graph breaks: {reasons or 'none'})")

@@ -84,6 +84,7 @@ class Unit:
         self.backwards: set[int] = set()  # numbers of forwards whose backward has begun and not ended
         self.is_resident = False  # gathered, or being gathered
         self.is_in_graph = False  # the events of the running forward are operators in a compiled graph
+        self.is_called_by_compiled_code = False  # the hooks of the running forward are eager, and their caller is not
         self.unit_options = UnitOptions(stays)
         self.chunks: Any = None  # a UnitInChunks (fsdp/chunks.py) while some weights are gathered in chunks
         self.products: Any = None  # a UnitInChunks while modules have the class that multiplies in chunks
