@@ -6,6 +6,9 @@
 The core is compiled once, with the flags of `_planner`, and its object files are linked into both modules. With ninja
 only files affected by a change, in a source or a header, are compiled again.
 
+Where torch is not installed, or is hidden by build isolation, only `_planner` is built, and `_runtime` is compiled from
+the sources in the installed package when it is first used.
+
 Environment variables:
     SHARDWRIGHT_CUDA        unset: build the CUDA half if it can be built; 1: fail if it cannot; 0: leave it out
     SHARDWRIGHT_BUILD_DIR   folder of objects and logs (default: one folder under build/ per torch and interpreter)
@@ -35,6 +38,7 @@ from setuptools.command.build import build as BuildCommand
 
 ROOT = Path(__file__).resolve().parent
 MIN_TORCH, MAX_TORCH = (2, 11), (2, 15)
+TORCH_RANGE = f"torch>={MIN_TORCH[0]}.{MIN_TORCH[1]},<{MAX_TORCH[0]}.{MAX_TORCH[1] + 1}"
 MIN_SETUPTOOLS = 77
 DEFAULT_CUDA_ARCH_LIST = "8.0;9.0+PTX"
 
@@ -52,22 +56,18 @@ def fail(message: str) -> None:
     sys.exit(f"\nshardwright cannot be built: {message}\n")
 
 
-def find_torch_version() -> str:
-    """Returns the installed torch's version without importing torch. Ends the build if it is not supported."""
+def find_torch_version() -> str | None:
+    """Returns the installed torch's version without importing torch, or None. Ends the build if it is not supported."""
     supported = "{}.{} to {}.{}".format(*MIN_TORCH, *MAX_TORCH)
     remedy = (
         f"Supported are torch {supported}. In the environment that is to use shardwright, run\n\n"
-        f"    {sys.executable} -m pip install 'torch>={MIN_TORCH[0]}.{MIN_TORCH[1]},<{MAX_TORCH[0]}.{MAX_TORCH[1] + 1}'"
-        f" 'setuptools>={MIN_SETUPTOOLS}' wheel ninja\n"
+        f"    {sys.executable} -m pip install '{TORCH_RANGE}' 'setuptools>={MIN_SETUPTOOLS}' wheel ninja\n"
         f"    {sys.executable} -m pip install --no-build-isolation ."
     )
     try:
         version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
-        fail(
-            f"torch is not installed for {sys.executable}, or pip hides it (build isolation: the option "
-            f"--no-build-isolation is needed).\n{remedy}"
-        )
+        return None
     match = re.match(r"(\d+)\.(\d+)", version)
     if not match or not MIN_TORCH <= (int(match[1]), int(match[2])) <= MAX_TORCH:
         fail(f"torch {version} is installed.\n{remedy}")
@@ -95,12 +95,12 @@ def check_compiler() -> None:
         )
 
 
-def build_dir(torch_version: str) -> str:
+def build_dir(torch_version: str | None) -> str:
     """Returns the relative path of the build folder, which is different for each torch and interpreter."""
     if chosen := os.environ.get("SHARDWRIGHT_BUILD_DIR"):
         return chosen
     environment = hashlib.sha256(sys.prefix.encode()).hexdigest()[:6]
-    return f"build/torch-{torch_version}-{sys.implementation.cache_tag}-{environment}"
+    return f"build/torch-{torch_version or 'none'}-{sys.implementation.cache_tag}-{environment}"
 
 
 # --------------------------------------------------------------------------------------------------- the sources
@@ -188,23 +188,29 @@ def bundled_pybind11(folder: Path) -> str:
     return str(folder)
 
 
+def system_includes(*folders: str) -> list[str]:
+    """Returns -isystem flags, next to the -I of torch and setuptools, so that foreign headers give no warnings."""
+    return [flag for folder in folders for flag in ("-isystem", folder)]
+
+
+def planner_extension(pybind11_include: str) -> Extension:
+    return Extension(
+        "shardwright._planner",
+        CORE_SOURCES + PLANNER_MODULE,
+        include_dirs=[str(ROOT / "csrc")],
+        extra_compile_args=CXX_FLAGS + system_includes(pybind11_include, sysconfig.get_path("include")),
+        depends=HEADERS,
+        language="c++",
+    )
+
+
 def make_extensions(cuda: Cuda, pybind11_include: str) -> list[Extension]:
     """Returns both modules. `_planner` comes first, because `_runtime` links its core objects."""
     from torch.utils.cpp_extension import CppExtension, CUDAExtension, include_paths
 
-    def system_includes(*folders: str) -> list[str]:
-        """Returns -isystem flags, next to the -I of torch and setuptools, so that foreign headers give no warnings."""
-        return [flag for folder in folders for flag in ("-isystem", folder)]
-
+    planner = planner_extension(pybind11_include)
+    planner.extra_compile_args = {"cxx": planner.extra_compile_args, "nvcc": []}
     python_include = sysconfig.get_path("include")
-    planner = Extension(
-        "shardwright._planner",
-        CORE_SOURCES + PLANNER_MODULE,
-        include_dirs=[str(ROOT / "csrc")],
-        extra_compile_args={"cxx": CXX_FLAGS + system_includes(pybind11_include, python_include), "nvcc": []},
-        depends=HEADERS,
-        language="c++",
-    )
     torch_includes = system_includes(*include_paths("cuda" if cuda.enabled else "cpu"), python_include)
     runtime = (CUDAExtension if cuda.enabled else CppExtension)(
         "shardwright._runtime",
@@ -255,11 +261,35 @@ def first_line(*command: str) -> str:
 
 
 class Build(BuildCommand):
-    """Starts from an empty tree, so that the wheel does not contain modules that were deleted from the sources."""
+    """Starts from an empty tree, so that the wheel does not contain modules that were deleted from the sources.
+
+    Adds the sources to the package: shardwright/source_build.py builds `_runtime` from them for other torches.
+    """
 
     def run(self) -> None:
         shutil.rmtree(self.build_lib, ignore_errors=True)
         super().run()
+        sources = Path(self.build_lib, "shardwright/_sources")
+        shutil.copytree(ROOT / "csrc", sources / "csrc")
+        for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+            shutil.copy(ROOT / name, sources / name)
+
+
+def make_planner_build_ext(base: Path) -> type:
+    """The build_ext command of `_planner` alone, which needs the package pybind11 instead of torch."""
+    from pybind11.setup_helpers import ParallelCompile
+    from setuptools.command.build_ext import build_ext
+
+    ParallelCompile("MAX_JOBS").install()
+
+    class BuildExt(build_ext):
+        def run(self) -> None:
+            check_compiler()
+            use_ccache(base / "ccache", None)
+            self.build_temp = str(base / "objects")
+            super().run()
+
+    return BuildExt
 
 
 def make_build_ext(base: Path) -> type:
@@ -341,8 +371,8 @@ check_tools()
 TORCH_VERSION = find_torch_version()
 BUILD_DIR = build_dir(TORCH_VERSION)
 options = {"build": {"build_base": BUILD_DIR}}
-torch_series = ".".join(TORCH_VERSION.split(".")[:2])
-arguments: dict = {"install_requires": [f"torch=={torch_series}.*"], "options": options}
+series = TORCH_VERSION and ".".join(TORCH_VERSION.split(".")[:2])
+arguments: dict = {"install_requires": [f"torch=={series}.*" if series else TORCH_RANGE], "options": options}
 
 # Metadata commands do not import torch: pip runs two of them before it builds.
 if not {"egg_info", "dist_info", "sdist", "--version", "--name"} & set(sys.argv[1:]):
@@ -351,8 +381,14 @@ if not {"egg_info", "dist_info", "sdist", "--version", "--name"} & set(sys.argv[
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     os.environ.setdefault("MAX_JOBS", str(os.cpu_count() or 1))
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", DEFAULT_CUDA_ARCH_LIST)
-    CUDA = decide_cuda()
-    arguments["ext_modules"] = make_extensions(CUDA, bundled_pybind11(ROOT / BUILD_DIR / "include"))
-    arguments["cmdclass"] = {"build": Build, "build_ext": make_build_ext(ROOT / BUILD_DIR)}
+    if TORCH_VERSION is None:
+        import pybind11
+
+        arguments["ext_modules"] = [planner_extension(pybind11.get_include())]
+        arguments["cmdclass"] = {"build": Build, "build_ext": make_planner_build_ext(ROOT / BUILD_DIR)}
+    else:
+        CUDA = decide_cuda()
+        arguments["ext_modules"] = make_extensions(CUDA, bundled_pybind11(ROOT / BUILD_DIR / "include"))
+        arguments["cmdclass"] = {"build": Build, "build_ext": make_build_ext(ROOT / BUILD_DIR)}
 
 setup(**arguments)

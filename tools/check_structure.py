@@ -58,6 +58,7 @@ MAY_FIND_GROUPS = ("runtime/operators.cpp",)
 ORDER = (
     "_planner",
     "_runtime",
+    "source_build",
     "doctor",
     "_native",
     "placements",
@@ -92,10 +93,10 @@ SOURCES = ("csrc", "torch_ext", "benchmarks", "examples", "tools")  # folders th
 # for both modules. Before raising a limit, look for code that belongs there. Docstrings, comments and blank lines do
 # not count.
 MAX_CODE_LINES = {
-    ".": 958,
+    ".": 1062,
     "attention": 789,
     "calibration": 458,
-    "cli": 503,
+    "cli": 525,
     "debug": 213,
     "dtensor": 898,
     "experts": 603,

@@ -35,9 +35,10 @@ def test_planning_imports_no_torch() -> None:
 
 
 @pytest.fixture
-def copy(tmp_path: Path) -> Path:
-    """A copy of the package for tests that damage it."""
-    shutil.copytree(PACKAGE, tmp_path / "shardwright", ignore=shutil.ignore_patterns("__pycache__"))
+def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the package for tests that damage it, without its sources, so that no build is made from them."""
+    monkeypatch.setenv("SHARDWRIGHT_CACHE", str(tmp_path / "cache"))
+    shutil.copytree(PACKAGE, tmp_path / "shardwright", ignore=shutil.ignore_patterns("__pycache__", "_sources"))
     return tmp_path / "shardwright"
 
 
@@ -66,7 +67,7 @@ def test_error_names_the_torch_of_the_build(copy: Path, use: str) -> None:
     last = ran.stderr.strip().splitlines()[-1]
     assert ran.stdout == "planned\n", ran.stderr
     assert last.startswith("ImportError: shardwright was built for torch 2.99.")
-    assert f"but torch {torch.__version__} is installed; run: pip install --no-build-isolation ." in last
+    assert f"but torch {torch.__version__} is installed; run: shardwright build" in last
 
 
 def test_the_build_for_the_installed_torch_is_loaded(copy: Path) -> None:
@@ -97,7 +98,7 @@ def test_undefined_symbol_is_reported(copy: Path) -> None:
     ran = _run("import shardwright; shardwright.enable", copy.parent)
     last = ran.stderr.strip().splitlines()[-1]
     assert last.startswith("ImportError: shardwright: _runtime does not import"), ran.stderr
-    assert "undefined symbol" in last and "run: pip install --no-build-isolation ." in last
+    assert "undefined symbol" in last and "run: shardwright build" in last
 
 
 @pytest.mark.parametrize("module", ["_planner", "_runtime"])
@@ -108,6 +109,61 @@ def test_missing_module_is_reported(copy: Path, module: str) -> None:
     assert last.startswith(
         f"ImportError: shardwright: {module} does not import (it was not built for this Python); run:"
     )
+
+
+# ---- builds from the sources in the package
+
+# Instead of compiling, copies the build from a folder.
+SETUP = """
+import pathlib, shutil, sys
+target = pathlib.Path(sys.argv[sys.argv.index("--build-lib") + 1], "shardwright")
+target.mkdir(parents=True)
+for path in pathlib.Path({folder!r}).iterdir():
+    shutil.copy(path, target)
+print("error: this is the output")
+sys.exit({status})
+"""
+
+
+def _give_sources(copy: Path, status: int = 0) -> None:
+    """Removes the only build from the package, and adds sources that make it again."""
+    folder, sources = copy.parent / "build", copy / "_sources"
+    folder.mkdir()
+    sources.mkdir()
+    for path in (_module_file(copy, "_runtime"), copy / "_build_info.py"):
+        path.rename(folder / path.name)
+    (sources / "setup.py").write_text(SETUP.format(folder=str(folder), status=status))
+
+
+@pytest.mark.any_torch
+def test_sources_are_compiled_once_for_all_processes(copy: Path) -> None:
+    _give_sources(copy)
+    use = "import shardwright; shardwright.enable; from shardwright._native import _runtime; print(_runtime.__file__)"
+    lines = [f"import sys; sys.path.insert(0, {str(copy.parent)!r})", use]
+    both = [subprocess.Popen([sys.executable, "-c", "\n".join(lines)], stdout=-1, stderr=-1, text=True) for _ in "ab"]
+    results = [process.communicate() for process in both]
+    assert sum("compiling for torch" in errors for _, errors in results) == 1, results
+    files = {Path(output.strip()) for output, _ in results}
+    assert len(files) == 1 and files.pop().parent.parent == copy.parent / "cache", results
+    later = _run(use, copy.parent)
+    assert later.stdout == results[0][0] and later.stderr == ""
+
+
+@pytest.mark.any_torch
+def test_missing_compiler_is_reported(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _give_sources(copy)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    last = _run("import shardwright; shardwright.enable", copy.parent).stderr.strip().splitlines()[-1]
+    assert f"no build for torch {torch.__version__}, and the C++ compiler 'no-such-compiler' is not on PATH" in last
+    assert last.endswith(f"Then run: {sys.executable} -m shardwright build")
+
+
+@pytest.mark.any_torch
+def test_failed_compilation_is_reported(copy: Path) -> None:
+    _give_sources(copy, status=1)
+    ran = _run("from shardwright.cli import main; sys.exit(main.main(['build']))", copy.parent)
+    assert ran.returncode == 2 and "error: this is the output" in ran.stderr, ran.stderr
+    assert not list((copy.parent / "cache").glob("*/_runtime*"))
 
 
 def test_unknown_names_raise() -> None:

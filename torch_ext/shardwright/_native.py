@@ -1,7 +1,7 @@
 """The two compiled modules: `_planner`, which needs no torch, and `_runtime`, which is linked against torch.
 
 Modules import them from here. Of several builds of `_runtime`, the one for the installed torch is loaded. If there is
-none, the error has the command that makes one.
+none, it is compiled once from the sources in the package; without sources, the error has the command that makes one.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import importlib.util
 import sys
 from typing import TYPE_CHECKING, Any
 
-from . import doctor
+from . import doctor, source_build
 
 if TYPE_CHECKING:
     from . import _planner as _planner
@@ -24,11 +24,14 @@ else:
 
 
 def __getattr__(name: str) -> Any:
-    """Loads `_runtime` at its first use. Raises ImportError if it was built for another torch."""
+    """Loads `_runtime` at its first use. Raises ImportError if no build is for this torch and none can be made."""
     if name != "_runtime":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import torch  # its libraries must be loaded before those of _runtime
 
+    if source_build.SOURCES.exists() and not doctor.has_build_for(torch.__version__):
+        source_build.build(doctor.version(), torch.__version__)
+        doctor.builds.cache_clear()
     build = doctor.build_for(torch.__version__, torch.version.cuda)
     full_name = f"{__package__}._runtime"
     try:

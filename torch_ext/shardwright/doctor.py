@@ -16,8 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from . import source_build
+
 _NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
-_REBUILD = "run: pip install --no-build-isolation . in the source tree"
+_REBUILD = "run: shardwright build, or in a source tree: pip install --no-build-isolation ."
 _FOLDER = Path(__file__).parent
 
 
@@ -30,10 +32,15 @@ class Build(NamedTuple):
 
 @functools.cache
 def builds() -> list[Build]:
-    """Returns the builds in this package: one next to this file, or those that tools/merge_wheels put in _runtimes/."""
+    """Returns the builds in this package, then those in the cache of source_build.py.
+
+    In the package there is one next to this file, or those that tools/merge_wheels put in _runtimes/.
+    """
+    in_package = sorted((*_FOLDER.glob("_build_info.py"), *_FOLDER.glob("_runtimes/*/_build_info.py")))
+    cached = [folder / "_build_info.py" for folder in source_build.cached_builds(_version_of("shardwright") or "")]
     return [
         Build(runpy.run_path(str(info))["BUILD_INFO"], _file_of("_runtime", info.parent))
-        for info in sorted((*_FOLDER.glob("_build_info.py"), *_FOLDER.glob("_runtimes/*/_build_info.py")))
+        for info in (*in_package, *filter(Path.exists, cached))
     ]
 
 
@@ -42,11 +49,16 @@ def version() -> str:
     return next((build.info["version"] for build in builds()), None) or _version_of("shardwright") or "unknown"
 
 
+def has_build_for(torch_version: str) -> bool:
+    """Returns True if the library of a build for this torch is there, with or without CUDA."""
+    return any(build.file and _release(build.info["torch"]) == _release(torch_version) for build in builds())
+
+
 def build_for(torch_version: str, cuda: str | None) -> Build:
     """Returns the build for a torch, whose CUDA version is `cuda`: with the same CUDA if there is one, else for CPU.
 
-    Binaries work with every patch release of a torch, and with every minor version of CUDA. Raises ImportError, with
-    the remedy, if no build is for this torch.
+    Binaries work with every patch release of a torch, and with every minor version of CUDA. Of equal ones a build for
+    exactly this torch is preferred. Raises ImportError, with the remedy, if no build is for this torch.
     """
     if sentence := _about_torch(torch_version):
         raise ImportError(f"shardwright was {sentence}")
@@ -54,10 +66,12 @@ def build_for(torch_version: str, cuda: str | None) -> Build:
     if not same:
         return Build({}, _file_of("_runtime", _FOLDER))  # a source tree, whose modules were not built by setup.py
 
-    def preference(build: Build) -> int:
+    def preference(build: Build) -> tuple[int, bool]:
+        is_exact = build.info["torch"] == torch_version
         if not build.info["cuda"]:
-            return 1
-        return 2 if cuda is not None and build.info["torch_cuda"].split(".")[0] == cuda.split(".")[0] else 0
+            return 1, is_exact
+        has_same_cuda = cuda is not None and build.info["torch_cuda"].split(".")[0] == cuda.split(".")[0]
+        return 2 if has_same_cuda else 0, is_exact
 
     return max(same, key=preference)
 

@@ -1,4 +1,7 @@
-"""The command line: `shardwright plan`, `product`, `transfer`, `doctor`, `calibrate`. Only the last imports torch."""
+"""The command line: `shardwright plan`, `product`, `transfer`, `doctor`, `build`, `calibrate`.
+
+Only the last imports torch.
+"""
 
 from __future__ import annotations
 
@@ -68,6 +71,10 @@ def _run(args: list[str]) -> int:
         from .. import doctor
 
         return doctor.main(args[1:])
+    if args[:1] == ["build"]:
+        from . import build
+
+        return build.main(args[1:])
     parser, plan_parser = _parsers()
     arguments = parser.parse_args(args)
     _check_together(arguments, plan_parser)
@@ -134,6 +141,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     commands.add_parser("product", help="print the plan of a product of placed tensors", add_help=False)
     commands.add_parser("transfer", help="print the plan of a transfer of a state dict", add_help=False)
     commands.add_parser("doctor", help="report what is installed", add_help=False)
+    commands.add_parser("build", help="compile the installed package for the installed torch", add_help=False)
     commands.add_parser("calibrate", help="measure the links of a job (under torchrun)", add_help=False)
     return parser, plan_parser
 

@@ -1,0 +1,26 @@
+"""`shardwright build`: compiles the sources in the installed package for the installed torch."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import sys
+from collections.abc import Sequence
+
+from .. import doctor, source_build
+
+
+def main(argv: Sequence[str]) -> int:
+    """Makes a build, also if one exists. Returns 0, or 2 after printing the reason if it cannot be made."""
+    parser = argparse.ArgumentParser(
+        prog="shardwright build",
+        description="Compile shardwright for the installed torch, from the sources in the installed package. The "
+        "result goes to $SHARDWRIGHT_CACHE (~/.cache/shardwright) and is loaded from there.",
+    )
+    parser.parse_args(argv)
+    try:
+        source_build.build(doctor.version(), importlib.metadata.version("torch"))
+    except (ImportError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0

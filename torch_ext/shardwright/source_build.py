@@ -1,0 +1,132 @@
+"""Builds `_runtime` from the sources in an installed wheel, for a torch that none of the wheel's builds fits.
+
+The result is stored in a cache folder, and later imports load it from there. The folder's name has the versions of
+shardwright, Python and torch, and a digest of the compiler's version.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import importlib.machinery
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+SOURCES = Path(__file__).with_name("_sources")  # setup.py copies them here
+_SECONDS_BETWEEN_LINES = 20.0  # of progress
+_LAST_LINES = 15  # of the compiler's output in an error
+
+
+def cache_root() -> Path:
+    """Returns the folder of all builds: $SHARDWRIGHT_CACHE, or shardwright in $XDG_CACHE_HOME or ~/.cache."""
+    if chosen := os.environ.get("SHARDWRIGHT_CACHE"):
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "shardwright")
+
+
+def cached_builds(version: str) -> list[Path]:
+    """Returns the folders of the builds of this version of shardwright for this Python.
+
+    Only builds by the compiler of this machine count, or all of them if it has no compiler.
+    """
+    pattern = f"{version}-{sys.implementation.cache_tag}-torch*-{_compiler_digest() or '*'}"
+    with contextlib.suppress(OSError):  # a cache that cannot be read is empty
+        return sorted(cache_root().glob(pattern))
+    return []
+
+
+def build(version: str, torch_version: str) -> None:
+    """Compiles `_runtime` for the installed torch, and stores it in the cache. Takes minutes, and prints its progress.
+
+    Of several processes, one compiles and the others wait for it. Raises ImportError, with the command that makes the
+    build, if the compiler or the sources are missing or the compilation fails.
+    """
+    command = f"{sys.executable} -m shardwright build"
+    if not (SOURCES / "setup.py").exists():
+        raise ImportError(f"shardwright has no sources in {SOURCES}; install it from a wheel or a source archive")
+    digest = _compiler_digest()
+    if digest is None:
+        raise ImportError(
+            f"shardwright has no build for torch {torch_version}, and the C++ compiler {_compiler()!r} is not on PATH. "
+            f"Install a compiler for C++20 (Debian: apt-get install g++) or set CXX. Then run: {command}"
+        )
+    folder = cache_root() / f"{version}-{sys.implementation.cache_tag}-torch{torch_version}-{digest}"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    before = _time_of(folder)
+    with _locked(folder.with_name(f"{folder.name}.lock")):
+        if _time_of(folder) != before:
+            return  # another process was faster
+        _say(f"compiling for torch {torch_version} into {folder}, once; this takes minutes")
+        with tempfile.TemporaryDirectory(prefix="build-", dir=folder.parent) as scratch:
+            made = _compile(Path(scratch), command)
+            shutil.rmtree(folder, ignore_errors=True)
+            made.rename(folder)
+
+
+def _compile(scratch: Path, command: str) -> Path:
+    """Runs setup.py, and returns the folder with `_runtime` and its _build_info.py."""
+    package, log = scratch / "lib/shardwright", scratch / "log"
+    setup = [sys.executable, "setup.py", "build_ext", "--build-lib", str(package.parent)]
+    environment = os.environ | {"SHARDWRIGHT_BUILD_DIR": str(scratch / "objects")}
+    num_sources = sum(path.suffix in (".cpp", ".cu") for path in SOURCES.rglob("*"))
+    with log.open("w") as output:
+        process = subprocess.Popen(setup, cwd=SOURCES, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            while process.poll() is None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_SECONDS_BETWEEN_LINES)
+                _say(f"{sum(1 for _ in scratch.rglob('*.o'))} of at most {num_sources} files compiled")
+        finally:
+            process.kill()
+    if process.returncode != 0:
+        last = "\n".join(log.read_text(errors="replace").splitlines()[-_LAST_LINES:])
+        raise ImportError(
+            f"shardwright could not be compiled (again: {command}). The last lines of the output:\n{last}"
+        )
+    for planner in package.glob("_planner*"):
+        planner.unlink()
+    return package
+
+
+def _compiler() -> str:
+    return (os.environ.get("CXX", "c++").split() or ["c++"])[0]
+
+
+def _compiler_digest() -> str | None:
+    """Returns a digest of the compiler's version, or None if there is no compiler."""
+    if not shutil.which(_compiler()):
+        return None
+    printed = subprocess.run([_compiler(), "--version"], capture_output=True, check=False).stdout
+    return hashlib.sha256(printed).hexdigest()[:8]
+
+
+def _time_of(folder: Path) -> float | None:
+    """Returns the time at which the build in this folder was made, or None if there is none."""
+    suffixes = importlib.machinery.EXTENSION_SUFFIXES
+    found = [path for suffix in suffixes if (path := folder / f"_runtime{suffix}").exists()]
+    return found[0].stat().st_mtime if found else None
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Holds the lock of this file during the block."""
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _say("waiting for another process that compiles")
+            start = time.monotonic()
+            fcntl.flock(file, fcntl.LOCK_EX)
+            _say(f"waited {time.monotonic() - start:.0f} s")
+        yield
+
+
+def _say(line: str) -> None:
+    print(f"shardwright: {line}", file=sys.stderr, flush=True)
