@@ -44,7 +44,7 @@ ENV_STAMP   := $(VENV)/.stamp-env-$(or $(TORCH),newest)
 BUILD_STAMP := $(VENV)/.stamp-build-cuda-$(or $(SHARDWRIGHT_CUDA),detect)
 LINT_STAMP  := $(LINT_VENV)/.stamp
 
-.PHONY: help venv build wheel wheels demo test test-cpp test-python test-async mutation-proof bench bench-experts bench-many bench-fsdp bench-fully-shard bench-planner bench-planning bench-reshard bench-state-dict bench-hunt bench-before-after bench-xla bench-ranking bench-overhead bench-overlap bench-matmul bench-links bench-attention test-links torch-tests lint format sanitize tsan fuzz fuzz-build fuzz-gloo hunt stubs gpu clean distclean
+.PHONY: help venv build wheel wheels sdist demo test test-cpp test-python test-async mutation-proof bench bench-experts bench-many bench-fsdp bench-fully-shard bench-planner bench-planning bench-reshard bench-state-dict bench-hunt bench-before-after bench-xla bench-ranking bench-overhead bench-overlap bench-matmul bench-links bench-attention test-links torch-tests lint format sanitize tsan fuzz fuzz-build fuzz-gloo hunt stubs gpu clean distclean
 
 help:
 	@echo 'make build      make the environment, build shardwright and install it there'
@@ -73,6 +73,7 @@ help:
 	@echo 'make torch-tests SRC=folder  PyTorch'"'"'s own tests of DTensor, stock against shardwright (FILES=..., K=..., ARGS=...)'
 	@echo 'make lint       clang-format, ruff, mypy, structure, wording; make format fixes formatting'
 	@echo 'make wheels     one wheel for several torches, in dist/ (TORCHES="2.11.0 2.15.0")'
+	@echo 'make sdist      the source archive, in dist/'
 	@echo 'make stubs      write the .pyi files of the compiled modules from their bindings'
 	@echo 'make sanitize   the C++ tests under address and undefined-behavior sanitizers'
 	@echo 'make tsan       the C++ tests with threads under the thread sanitizer'
@@ -291,6 +292,12 @@ wheels:
 	@rm -rf build/wheels
 	for torch in $(TORCHES); do $(MAKE) wheel TORCH=$$torch || exit 1; done
 	.venv-$(lastword $(TORCHES))/bin/python tools/merge_wheels dist build/wheels/*/*.whl
+
+# Everything that `make test` needs. Without torch, an isolated build of it makes `_planner` only.
+sdist: venv
+	@rm -rf torch_ext/*.egg-info
+	$(HERE) $(PY) setup.py -q sdist --dist-dir dist
+	@ls -lh dist/*.tar.gz
 
 gpu:
 	bash tools/gpu_check $(ARGS)
