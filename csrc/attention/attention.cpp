@@ -118,7 +118,7 @@ int64_t Attention::key_length() const {
 int64_t ranks_per_node_of(const Mesh& mesh, const Topology& topology) {
   if (topology.ranks_per_node <= 0) return 0;
   std::vector<int64_t> nodes;  // by position
-  for (const Rank rank : mesh.ranks()) nodes.push_back(number(rank) / topology.ranks_per_node);
+  for (const Rank rank : mesh.ranks()) nodes.push_back(to_int(rank) / topology.ranks_per_node);
   const auto next = std::find_if(nodes.begin(), nodes.end(), [&](int64_t node) { return node != nodes.front(); });
   const int64_t count = next - nodes.begin();
   if (mesh.size() % count != 0) return 0;
@@ -137,7 +137,7 @@ MeshPtr mesh_of_programs(const Attention& attention) {
   if (attention.method != AttentionMethod::kTwoLevel) return attention.mesh;
   const std::string& name = mesh.dim_names().front();
   std::vector<int64_t> ranks;
-  for (const Rank rank : mesh.ranks()) ranks.push_back(number(rank));
+  for (const Rank rank : mesh.ranks()) ranks.push_back(to_int(rank));
   return std::make_shared<Mesh>(std::vector<std::string>{name, name + "_in_node"},
                                 std::vector<int64_t>{mesh.size() / attention.ranks_per_node, attention.ranks_per_node},
                                 ranks, mesh.topology());

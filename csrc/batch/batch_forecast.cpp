@@ -20,7 +20,7 @@ using RankPair = std::pair<Rank, Rank>;
 // Returns the link between two ranks: `inside` if they are on one node.
 const Link& link_between(const Topology& topology, Rank a, Rank b) {
   const auto node = [&](Rank rank) {
-    return topology.ranks_per_node == 0 ? 0 : number(rank) / topology.ranks_per_node;
+    return topology.ranks_per_node == 0 ? 0 : to_int(rank) / topology.ranks_per_node;
   };
   return node(a) == node(b) ? topology.inside : topology.between;
 }

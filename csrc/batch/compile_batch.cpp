@@ -101,7 +101,7 @@ class BatchCompiler {
   }
 
   Program compile(int64_t group_size) {
-    program_.groups.push_back({{}, {}, number(rank_)});
+    program_.groups.push_back({{}, {}, to_int(rank_)});
     for (int64_t r = 0; r < group_size; ++r) program_.groups[0].ranks.push_back(Rank{r});
     program_.step_texts.emplace_back("what stays on the rank");
     for (int r = 0; r < plan_.num_rounds(); ++r) {
@@ -210,7 +210,7 @@ class BatchCompiler {
     Copies copies;
     int64_t position = 0;  // in elements
     for (const auto& [peer, fragments] : round.sends) {
-      move.sends.push_back({number(peer), range_of(fragments, round, wires_[bucket], position)});
+      move.sends.push_back({to_int(peer), range_of(fragments, round, wires_[bucket], position)});
       for (const Fragment& fragment : fragments) {
         const Place from = Place::strided(part(fragment.item).src_axes, src_strides(fragment.item));
         Copy copy{source(fragment.item), buckets_[bucket], boxes_of(fragment, from, Place::packed(position))};
@@ -220,7 +220,7 @@ class BatchCompiler {
       }
     }
     for (const auto& [peer, fragments] : round.receives) {
-      move.receives.push_back({number(peer), range_of(fragments, round, wires_[bucket], position)});
+      move.receives.push_back({to_int(peer), range_of(fragments, round, wires_[bucket], position)});
       position += elements_of(fragments);
     }
     emit(copies.take());

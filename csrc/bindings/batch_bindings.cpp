@@ -68,7 +68,7 @@ void define_plan_of_batch(py::module_& m) {
              return BatchPlanView{std::move(plan), std::move(certificate)};
            }),
            py::arg("batch"), py::call_guard<py::gil_scoped_release>())
-      .def_property_readonly("ranks", [](const BatchPlanView& v) { return numbers(v.plan->ranks()); })
+      .def_property_readonly("ranks", [](const BatchPlanView& v) { return to_ints(v.plan->ranks()); })
       .def_property_readonly("num_items", value_of(&Certificate::items))
       .def_property_readonly("num_kinds", value_of(&Certificate::kinds),
                              "Number of kinds of items. Items of one kind have equal layouts and maps.")

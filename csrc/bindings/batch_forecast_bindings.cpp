@@ -34,7 +34,7 @@ void define_batch_forecast(py::module_& m) {
         }
         std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t>> links;
         for (const BatchForecast::OfLink& link : forecast.links) {
-          links.emplace_back(number(link.from), number(link.to), link.bytes, link.messages, link.predicted_ps);
+          links.emplace_back(to_int(link.from), to_int(link.to), link.bytes, link.messages, link.predicted_ps);
         }
         return std::tuple(destinations, links, forecast.predicted_ps, forecast.reducing_ps);
       },

@@ -40,7 +40,7 @@ using GroupMembers = std::vector<std::pair<std::vector<int>, std::vector<int64_t
 // Returns the mesh dims and ranks of each group that a program needs.
 GroupMembers members_of(const Program& program) {
   GroupMembers members;
-  for (const Group& group : program.groups) members.emplace_back(group.mesh_dims.to_vector(), numbers(group.ranks));
+  for (const Group& group : program.groups) members.emplace_back(group.mesh_dims.to_vector(), to_ints(group.ranks));
   return members;
 }
 
@@ -60,10 +60,10 @@ std::vector<int64_t> members_in(const Step& step, Rank rank) {
   const std::optional<Position> position = mesh.position_of(rank);
   if (is_crossing(step.op)) {
     const bool takes_part = position || step.after.mesh().position_of(rank);
-    return takes_part ? numbers(ranks_of(mesh, step.after.mesh())) : std::vector<int64_t>{};
+    return takes_part ? to_ints(ranks_of(mesh, step.after.mesh())) : std::vector<int64_t>{};
   }
   if (!position) return {};
-  return numbers(mesh.ranks_at(mesh.group(*position, step.mesh_dims)));
+  return to_ints(mesh.ranks_at(mesh.group(*position, step.mesh_dims)));
 }
 
 std::vector<CommunicationParts> communications_of(const ExecutableView& view) {
@@ -205,8 +205,8 @@ void define_executable(py::module_& m) {
       .def_property_readonly("group_names", &group_names_of, "Registered names of the process groups.")
       .def_property_readonly("communicates", [](const ExecutableView& v) { return v.compiled().communicates(); })
       .def_property_readonly("received_bytes", [](const ExecutableView& v) { return v.compiled().received_bytes(); })
-      .def_property_readonly("rank", [](const ExecutableView& v) { return number(v.compiled().rank()); })
-      .def_property_readonly("mesh_ranks", [](const ExecutableView& v) { return numbers(v.executable->mesh_ranks()); })
+      .def_property_readonly("rank", [](const ExecutableView& v) { return to_int(v.compiled().rank()); })
+      .def_property_readonly("mesh_ranks", [](const ExecutableView& v) { return to_ints(v.executable->mesh_ranks()); })
       .def_property_readonly("signature", &signature_of,
                              "The fields that must be equal on all ranks of a redistribute, by name.")
       .def("__str__", [](const ExecutableView& v) { return v.compiled().origin().text(); });

@@ -63,7 +63,7 @@ void define_mesh(py::module_& m) {
       .def_property_readonly("shape", [](const Mesh& mesh) { return tuple_of(mesh.dim_sizes()); })
       .def_property_readonly("size", &Mesh::size)
       .def_property_readonly("ndim", &Mesh::ndim)
-      .def_property_readonly("ranks", [](const Mesh& mesh) { return numbers(mesh.ranks()); })
+      .def_property_readonly("ranks", [](const Mesh& mesh) { return to_ints(mesh.ranks()); })
       .def(
           "coordinate",
           [](const Mesh& mesh, const Typed<int64_t>& rank) -> std::optional<std::vector<int64_t>> {
@@ -76,7 +76,7 @@ void define_mesh(py::module_& m) {
           "group_ranks",
           [](const Mesh& mesh, const Typed<int64_t>& rank, const Typed<std::vector<int64_t>>& mesh_dims) {
             const MeshDimSet dims = mesh_dim_set(integers(mesh_dims, "mesh_dims"), mesh);
-            return numbers(mesh.ranks_at(mesh.group(position_on(mesh, rank_of(rank)), dims)));
+            return to_ints(mesh.ranks_at(mesh.group(position_on(mesh, rank_of(rank)), dims)));
           },
           py::arg("rank"), py::arg("mesh_dims"),
           "Returns the ranks that differ from `rank` only in `mesh_dims`, itself included, ascending.")

@@ -54,7 +54,7 @@ bool Topology::crosses_nodes(const Mesh& mesh, int mesh_dim) const {
     // a multiple of a block.
     return ranks_per_node % (mesh.stride(mesh_dim) * size) != 0;
   }
-  const auto node_at = [&](int64_t position) { return number(mesh.rank_at(Position{position})) / ranks_per_node; };
+  const auto node_at = [&](int64_t position) { return to_int(mesh.rank_at(Position{position})) / ranks_per_node; };
   for (int64_t p = 0; p < mesh.size(); ++p) {
     const int64_t first = p - mesh.coordinate(p, mesh_dim) * mesh.stride(mesh_dim);
     if (node_at(p) != node_at(first)) return true;

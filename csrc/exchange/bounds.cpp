@@ -103,11 +103,11 @@ class Bounds {
     if (ranks_per_node <= 0 || ranks_per_node > ExchangeBound::kMaxNode) return;
     const int64_t item = src_layout_.dtype().size_bytes();
     for (auto at = places_.begin(); at != places_.end();) {
-      const int64_t node = number(at->first) / ranks_per_node;
+      const int64_t node = to_int(at->first) / ranks_per_node;
       std::set<int64_t> held;
       std::set<int64_t> needed;
       int64_t ranks = 0;
-      for (; at != places_.end() && number(at->first) / ranks_per_node == node; ++at, ++ranks) {
+      for (; at != places_.end() && to_int(at->first) / ranks_per_node == node; ++at, ++ranks) {
         if (at->second.src_part != kNone) held.insert(at->second.src_part);
         if (at->second.dst_part != kNone) needed.insert(at->second.dst_part);
       }
@@ -128,7 +128,7 @@ class Bounds {
     std::vector<std::set<int64_t>> senders(src_.parts());  // nodes, by part
     std::vector<std::set<int64_t>> receivers(dst_.parts());
     for (const auto& [rank, place] : places_) {
-      const int64_t node = number(rank) / ranks_per_node;
+      const int64_t node = to_int(rank) / ranks_per_node;
       ++ranks[node];
       if (place.src_part != kNone) senders[place.src_part].insert(node);
       if (place.dst_part != kNone) receivers[place.dst_part].insert(node);

@@ -21,7 +21,7 @@ bool Exchange::crosses_nodes(int64_t ranks_per_node) const {
   return std::any_of(ranks().begin(), ranks().end(), [&](Rank rank) {
     const std::vector<MessageSize> sizes = message_sizes(rank, Direction::kReceive);
     return std::any_of(sizes.begin(), sizes.end(), [&](const MessageSize& message) {
-      return number(message.peer) / ranks_per_node != number(rank) / ranks_per_node;
+      return to_int(message.peer) / ranks_per_node != to_int(rank) / ranks_per_node;
     });
   });
 }

@@ -149,7 +149,7 @@ GridExchange::Inside GridExchange::inside(Rank rank) const {
   const auto bytes_of = [&](const Ranges& ranges) {
     int64_t elements = 0;
     for (const auto& [peer, range] : listed(ranges, rank)) {
-      if (number(peer) / ranks_per_node_ == number(rank) / ranks_per_node_) elements += range.extent();
+      if (to_int(peer) / ranks_per_node_ == to_int(rank) / ranks_per_node_) elements += range.extent();
     }
     return elements * item_bytes();
   };
@@ -485,7 +485,7 @@ StepCounts GridExchange::worst_at_least() const {
 
 bool GridExchange::crosses_nodes(int64_t ranks_per_node) const {
   if (ranks_per_node <= 0) return false;
-  const auto node_of = [&](Rank rank) { return number(rank) / ranks_per_node; };
+  const auto node_of = [&](Rank rank) { return to_int(rank) / ranks_per_node; };
   if (node_of(all_->ranks.front()) == node_of(all_->ranks.back())) return false;
   for (size_t i = 0; i < all_->ranks.size(); ++i) {
     const Rank rank = all_->ranks[i];

@@ -21,7 +21,7 @@ constexpr int64_t kMaxListed = 16 * CutRule::kMaxRuns;
 constexpr int64_t kSentAboveFraction = 20;
 
 // Returns the number of bits up to the highest bit in which two ranks differ.
-int distance(Rank a, Rank b) { return std::bit_width(static_cast<uint64_t>(number(a) ^ number(b))); }
+int distance(Rank a, Rank b) { return std::bit_width(static_cast<uint64_t>(to_int(a) ^ to_int(b))); }
 
 // Returns the ranks of both lists, ascending, each once.
 std::vector<Rank> united(std::vector<Rank> a, const std::vector<Rank>& b) {

@@ -50,7 +50,7 @@ int64_t level_for(std::vector<int64_t> sent, int64_t elements) {
 
 std::vector<Service> assign_within_nodes(std::vector<Rank> senders, std::vector<Need> needs, int64_t ranks_per_node,
                                          int64_t most_inside) {
-  const auto node_of = [&](Rank rank) { return number(rank) / ranks_per_node; };
+  const auto node_of = [&](Rank rank) { return to_int(rank) / ranks_per_node; };
   std::sort(senders.begin(), senders.end());
   std::sort(needs.begin(), needs.end(), [](const Need& a, const Need& b) { return a.rank < b.rank; });
   std::vector<Service> services;

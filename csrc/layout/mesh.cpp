@@ -80,10 +80,10 @@ std::vector<Rank> Mesh::ranks_at(const std::vector<int64_t>& positions) const {
 
 std::optional<Position> Mesh::position_of(Rank rank) const {
   if (ranks_.empty()) {
-    const bool is_there = number(rank) >= 0 && number(rank) < size_;
-    return is_there ? std::optional<Position>(Position{number(rank)}) : std::nullopt;
+    const bool is_there = to_int(rank) >= 0 && to_int(rank) < size_;
+    return is_there ? std::optional<Position>(Position{to_int(rank)}) : std::nullopt;
   }
-  const int64_t from_first = number(rank) - number(ranks_.front());  // the position if ranks are consecutive
+  const int64_t from_first = to_int(rank) - to_int(ranks_.front());  // the position if ranks are consecutive
   if (from_first >= 0 && from_first < size_ && ranks_[from_first] == rank) return Position{from_first};
   const auto found = position_of_rank_.find(rank);
   return found == position_of_rank_.end() ? std::nullopt : std::optional<Position>(found->second);

@@ -8,18 +8,18 @@
 namespace shardwright {
 
 // A global rank, as in process groups. It does not convert to or from integers implicitly: use Rank{3} and
-// number(rank).
+// to_int(rank).
 enum class Rank : int64_t {};
 
-constexpr int64_t number(Rank rank) { return static_cast<int64_t>(rank); }
+constexpr int64_t to_int(Rank rank) { return static_cast<int64_t>(rank); }
 
-inline std::ostream& operator<<(std::ostream& out, Rank rank) { return out << number(rank); }
+inline std::ostream& operator<<(std::ostream& out, Rank rank) { return out << to_int(rank); }
 
 // Returns ranks as integers, for Python and for files.
-inline std::vector<int64_t> numbers(const std::vector<Rank>& ranks) {
+inline std::vector<int64_t> to_ints(const std::vector<Rank>& ranks) {
   std::vector<int64_t> all;
   all.reserve(ranks.size());
-  for (const Rank rank : ranks) all.push_back(number(rank));
+  for (const Rank rank : ranks) all.push_back(to_int(rank));
   return all;
 }
 

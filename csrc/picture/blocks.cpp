@@ -69,7 +69,7 @@ class BlockPicture {
     if (first == last) return concat("rank ", from);
     bool are_consecutive = true;
     for (int64_t p = first; p <= last; ++p) {
-      are_consecutive = are_consecutive && number(mesh.rank_at(Position{p})) == number(from) + p - first;
+      are_consecutive = are_consecutive && to_int(mesh.rank_at(Position{p})) == to_int(from) + p - first;
     }
     if (are_consecutive) return concat("ranks ", from, " to ", mesh.rank_at(Position{last}));
     return concat(last - first + 1, " ranks from ", from, " on");

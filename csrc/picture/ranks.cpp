@@ -90,10 +90,10 @@ class RankPicture {
     return std::clamp(760.0 / static_cast<double>(num_ranks) - 14, 58.0, 104.0);
   }
 
-  // ---- places
+  // ---- positions in the picture
 
   // Returns the y of a row's top.
-  double row(int64_t number) const { return frame_.top() + pitch_ * static_cast<double>(number); }
+  double row(int64_t row_number) const { return frame_.top() + pitch_ * static_cast<double>(row_number); }
 
   Rect box_at(size_t state, int64_t row_number) const {
     return {frame_.column(state) - box_.w / 2, row(row_number), box_.w, box_.h};
@@ -105,8 +105,8 @@ class RankPicture {
   }
 
   // Return the rank of a row as text, without and with "rank".
-  std::string number(int64_t row_number) const { return concat(ranks_[row_number]); }
-  std::string name_of(int64_t row_number) const { return concat("rank ", number(row_number)); }
+  std::string rank_text(int64_t row_number) const { return concat(ranks_[row_number]); }
+  std::string name_of(int64_t row_number) const { return concat("rank ", rank_text(row_number)); }
 
   // Returns the rank's coordinate on the mesh of the source, or of the destination if the source does not have the
   // rank. Returns "" on a single mesh of one dim, where coordinates add nothing.
@@ -177,7 +177,7 @@ class RankPicture {
     const Layout& layout = frame_.states()[state];
     const bool is_pending = !layout.partial_dims().empty();
     if (state == 0)
-      return draw_part(box, {row_number, row_number, 0, {held}}, row_number, is_pending ? "" : number(row_number));
+      return draw_part(box, {row_number, row_number, 0, {held}}, row_number, is_pending ? "" : rank_text(row_number));
     const Step& step = frame_.steps()[state - 1];
     if (step.op == StepOp::kZeroFill) fill(rects(held, box), kZeros, "class=\"sw-zeros\"", "zeros");
     const std::string op = reduces(step) ? op_text(step.before, step.mesh_dims) : "";
@@ -188,7 +188,7 @@ class RankPicture {
     const bool hides_some = lie_behind_one_another(messages);
     has_hidden_ = has_hidden_ || hides_some;
     for (const DrawnMessage& message : messages) {
-      const std::string words = is_pending || hides_some ? "" : op.empty() ? number(message.from) : op;
+      const std::string words = is_pending || hides_some ? "" : op.empty() ? rank_text(message.from) : op;
       draw_part(box, message, hides_some ? row_number : message.from, words);
     }
   }
@@ -385,7 +385,7 @@ class RankPicture {
       }
     }
     std::vector<std::string> names;
-    for (const int64_t member : group) names.push_back(number(row_of(member)));
+    for (const int64_t member : group) names.push_back(rank_text(row_of(member)));
     const std::string op = op_text(step.before, step.mesh_dims);
     const double radius = std::max(16.0, text_width(op, {10, "", "", true}) / 2 + 3);
     svg_.circle(middle, y, radius, "fill=\"#FFFFFF\" stroke=\"#555555\" stroke-width=\"1.5\"",

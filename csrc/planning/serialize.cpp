@@ -130,7 +130,7 @@ Step read_step(Reader& in, const Layout& current, const MeshPtr& reached) {
 void write(Writer& out, const Mesh& mesh) {
   out.list(mesh.dim_names(), [&](const std::string& name) { out.text(name); });
   out.integers(mesh.dim_sizes());
-  out.integers(mesh.ranks_are_positions() ? std::vector<int64_t>{} : numbers(mesh.ranks()));
+  out.integers(mesh.ranks_are_positions() ? std::vector<int64_t>{} : to_ints(mesh.ranks()));
 }
 
 // The topology of a mesh is not written: a plan has its own.

@@ -85,7 +85,7 @@ TransferTraffic traffic_of(const Program& program, const Operation& operation) {
 TransferTraffic traffic_inside_node(const Program& program, const SendReceive& transfer, int64_t ranks_per_node) {
   if (ranks_per_node <= 0) return {};
   const Group& group = program.groups[transfer.group];
-  const auto node_of = [&](int64_t index) { return number(group.ranks[index]) / ranks_per_node; };
+  const auto node_of = [&](int64_t index) { return to_int(group.ranks[index]) / ranks_per_node; };
   return Counter(program).of_messages(transfer, [&](int64_t peer) { return node_of(peer) == node_of(group.index); });
 }
 

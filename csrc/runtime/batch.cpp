@@ -79,7 +79,7 @@ std::vector<int> BatchHandle::departures() const {
 BoundBatch::BoundBatch(std::shared_ptr<const BatchPlan> plan, Rank rank, RankGroupPtr group, c10::DeviceType wire)
     : plan_(std::move(plan)), rank_(rank), group_(std::move(group)), wire_(wire) {
   const std::vector<Rank>& ranks = plan_->ranks();
-  check_user(ranks.empty() || number(ranks.back()) < group_->size(), "group must have rank ",
+  check_user(ranks.empty() || to_int(ranks.back()) < group_->size(), "group must have rank ",
              ranks.empty() ? Rank{0} : ranks.back(), " of the layouts' meshes, got ", group_->size(), " ranks");
 }
 

@@ -333,7 +333,7 @@ std::shared_ptr<const CompiledProgram> compile_text(const std::string& text, Ran
 
 std::shared_ptr<const CompiledProgram> compiled_of(const std::string& text, Rank rank) {
   static auto* kept = new BoundedCache<std::string, std::shared_ptr<const CompiledProgram>>(kMaxExecutables);
-  return kept->get_or_make(key_of(text, {}, number(rank)), [&] { return compile_text(text, rank); });
+  return kept->get_or_make(key_of(text, {}, to_int(rank)), [&] { return compile_text(text, rank); });
 }
 
 ExecutablePtr executable_of(const std::string& plan, const std::vector<std::string>& groups, int64_t rank) {

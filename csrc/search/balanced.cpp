@@ -180,9 +180,9 @@ class Receivers {
     std::vector<std::string> names{"relay"};
     std::vector<int64_t> sizes{static_cast<int64_t>(all_.size())};
     std::vector<Placement> placements{Placement::cut(tensor_dim_, rule_of(stripes(lengths)))};
-    std::vector<int> number(mesh.ndim());
+    std::vector<int> new_dims(mesh.ndim());  // by old mesh dim
     for (const int d : others_.to_vector()) {
-      number[d] = static_cast<int>(names.size());
+      new_dims[d] = static_cast<int>(names.size());
       names.push_back(concat("other.", mesh.dim_names()[d]));
       sizes.push_back(mesh.dim_size(d));
       placements.push_back(goal_.placements()[d]);
@@ -190,13 +190,13 @@ class Receivers {
     std::vector<int64_t> ranks;
     for (const Receiver& receiver : all_) {
       for (const int64_t p : positions_like(receiver.position)) {
-        ranks.push_back(shardwright::number(mesh.rank_at(Position{p})));
+        ranks.push_back(to_int(mesh.rank_at(Position{p})));
       }
     }
     ShardOrder order;
     for (int t = 0; t < goal_.ndim(); ++t) {
       for (const Cut& cut : goal_.cuts(t)) {
-        if (t != tensor_dim_) order[t].push_back(number[cut.mesh_dim]);
+        if (t != tensor_dim_) order[t].push_back(new_dims[cut.mesh_dim]);
       }
     }
     return Layout(std::make_shared<Mesh>(std::move(names), std::move(sizes), ranks, mesh.topology()),

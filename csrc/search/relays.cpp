@@ -29,10 +29,10 @@ Layout without(const Layout& layout, MeshDimSet mesh_dims) {
   std::vector<std::string> names;
   std::vector<int64_t> sizes;
   std::vector<Placement> placements;
-  std::vector<int> number(mesh.ndim());
+  std::vector<int> new_dims(mesh.ndim());  // by old mesh dim
   for (int d = 0; d < mesh.ndim(); ++d) {
     if (mesh_dims.contains(d)) continue;
-    number[d] = static_cast<int>(names.size());
+    new_dims[d] = static_cast<int>(names.size());
     names.push_back(mesh.dim_names()[d]);
     sizes.push_back(mesh.dim_size(d));
     placements.push_back(layout.placements()[d]);
@@ -41,12 +41,12 @@ Layout without(const Layout& layout, MeshDimSet mesh_dims) {
   for (int64_t p = 0; p < mesh.size(); ++p) {
     bool is_first = true;
     for (const int d : mesh_dims.to_vector()) is_first = is_first && mesh.coordinate(p, d) == 0;
-    if (is_first) ranks.push_back(shardwright::number(mesh.rank_at(Position{p})));
+    if (is_first) ranks.push_back(to_int(mesh.rank_at(Position{p})));
   }
   ShardOrder order;
   for (int t = 0; t < layout.ndim(); ++t) {
     for (const Cut& cut : layout.cuts(t)) {
-      if (!mesh_dims.contains(cut.mesh_dim)) order[t].push_back(number[cut.mesh_dim]);
+      if (!mesh_dims.contains(cut.mesh_dim)) order[t].push_back(new_dims[cut.mesh_dim]);
     }
   }
   return Layout(std::make_shared<Mesh>(std::move(names), std::move(sizes), ranks, mesh.topology()),
@@ -140,7 +140,7 @@ class Blocks {
       const Grid::PartReplica replica_place = grid_.part_replica_at(p);
       const int64_t member =
           axis.tensor_dim == kReplicas ? replica_place.replica : grid_.shards_of(replica_place.part)[axis.tensor_dim];
-      nodes[member].push_back(number(layout_.mesh().rank_at(Position{p})) / ranks_per_node_);
+      nodes[member].push_back(to_int(layout_.mesh().rank_at(Position{p})) / ranks_per_node_);
     }
     return nodes;
   }
@@ -179,7 +179,7 @@ class Blocks {
         (axis.tensor_dim == kReplicas ? replica : shards[axis.tensor_dim]) = member;
         rest /= blocks;
       }
-      ranks.push_back(number(grid_.rank_at(shards, replica)));
+      ranks.push_back(to_int(grid_.rank_at(shards, replica)));
     }
     return ranks;
   }

@@ -36,7 +36,7 @@ int64_t coordinates_on_a_node(const Mesh& mesh, int mesh_dim, int64_t ranks_per_
   const int64_t k = mesh.dim_size(mesh_dim);
   if (ranks_per_node <= 0) return k;
   if (mesh.size() > kMostRanks) return 1;
-  const auto node_at = [&](int64_t position) { return number(mesh.rank_at(Position{position})) / ranks_per_node; };
+  const auto node_at = [&](int64_t position) { return to_int(mesh.rank_at(Position{position})) / ranks_per_node; };
   for (int64_t count = std::min(k, ranks_per_node); count > 1; --count) {
     if (k % count != 0) continue;
     bool shares_nodes = true;
@@ -87,7 +87,7 @@ std::optional<Layout> split(const Layout& layout, int mesh_dim, const std::vecto
       dim_sizes.push_back(sizes[i]);
     }
   }
-  const std::vector<int64_t> ranks = unsplit.ranks_are_positions() ? std::vector<int64_t>{} : numbers(unsplit.ranks());
+  const std::vector<int64_t> ranks = unsplit.ranks_are_positions() ? std::vector<int64_t>{} : to_ints(unsplit.ranks());
   const auto mesh = std::make_shared<Mesh>(std::move(names), std::move(dim_sizes), ranks, unsplit.topology());
   return renumbered(layout, mesh, to_number);
 }

@@ -53,7 +53,7 @@ struct Encounter {
 Encounter encounter(const Mesh& a, const Mesh& b, int64_t ranks_per_node) {
   Encounter overlap;
   std::set<int64_t> nodes;
-  const auto node_of = [&](Rank rank) { return ranks_per_node > 0 ? number(rank) / ranks_per_node : 0; };
+  const auto node_of = [&](Rank rank) { return ranks_per_node > 0 ? to_int(rank) / ranks_per_node : 0; };
   for (const Rank rank : a.ranks()) nodes.insert(node_of(rank));
   for (const Rank rank : b.ranks()) {
     overlap.shares_nodes = overlap.shares_nodes || nodes.contains(node_of(rank));

@@ -272,7 +272,7 @@ std::optional<std::pair<MeshPtr, std::vector<int>>> split_mesh(const MeshPtr& me
     if (std::count(names.begin(), names.end(), name) > 1) return std::nullopt;
   }
   if (names.size() > MeshDimSet::kMaxDims) return std::nullopt;
-  const std::vector<int64_t> ranks = mesh->ranks_are_positions() ? std::vector<int64_t>{} : numbers(mesh->ranks());
+  const std::vector<int64_t> ranks = mesh->ranks_are_positions() ? std::vector<int64_t>{} : to_ints(mesh->ranks());
   return std::pair(MeshPtr(std::make_shared<Mesh>(names, sizes, ranks, mesh->topology())), begins);
 }
 

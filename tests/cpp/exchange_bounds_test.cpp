@@ -105,8 +105,8 @@ Holders holders_of(const Held& src, const Held& dst) {
   Holders holders;
   const auto add = [&](const Held& held, std::map<int64_t, uint32_t>& masks) {
     for (const auto& [rank, elements] : held) {
-      holders.all |= 1u << number(rank);
-      for (const int64_t element : elements) masks[element] |= 1u << number(rank);
+      holders.all |= 1u << to_int(rank);
+      for (const int64_t element : elements) masks[element] |= 1u << to_int(rank);
     }
   };
   add(src, holders.before);
@@ -254,7 +254,7 @@ std::vector<uint32_t> choices(const Layout& layout, MeshDimSet apart, int64_t el
     if (!has) continue;
     std::vector<int64_t> coordinates;
     for (const int d : apart.to_vector()) coordinates.push_back(layout.mesh().coordinate(p, d));
-    ranks[coordinates] |= 1u << number(Rank{layout.mesh().rank_at(Position{p})});
+    ranks[coordinates] |= 1u << to_int(Rank{layout.mesh().rank_at(Position{p})});
   }
   std::vector<uint32_t> masks;
   for (const auto& [coordinates, mask] : ranks) masks.push_back(mask);

@@ -209,7 +209,7 @@ TEST(GridExchange, SupportsThousandsOfRanks) {
   const GridExchange exchange(src, dst, ReplicaPolicy::kEvenBytes);
   EXPECT_EQ(exchange.ranks().size(), 3072u);
   for (const Rank rank : exchange.ranks()) {
-    const bool sends = number(rank) < 1024;
+    const bool sends = to_int(rank) < 1024;
     ASSERT_EQ(exchange.ranges(rank, Direction::kSend).size(), sends ? 256u : 0u);
     ASSERT_EQ(exchange.ranges(rank, Direction::kReceive).size(), sends ? 0u : 128u);
     ASSERT_EQ(exchange.traffic(rank).sent_bytes, sends ? int64_t{64} * 512 * 2 * 4 : 0);

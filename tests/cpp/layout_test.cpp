@@ -216,7 +216,7 @@ TEST(Mesh, GroupsAscendByRankForAnyRankOrder) {
   MeshDimSet outer_and_inner;
   outer_and_inner.insert(0);
   outer_and_inner.insert(2);
-  EXPECT_EQ(numbers(mesh->ranks_at(mesh->group(3, outer_and_inner))), (std::vector<int64_t>{0, 1, 4, 5}));
+  EXPECT_EQ(to_ints(mesh->ranks_at(mesh->group(3, outer_and_inner))), (std::vector<int64_t>{0, 1, 4, 5}));
 }
 
 }  // namespace

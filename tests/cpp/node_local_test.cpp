@@ -60,12 +60,12 @@ TEST(NodeSharing, ServesWithinNodesFirstAndBalancesTheRest) {
       ASSERT_NE(std::find(holders.begin(), holders.end(), from), holders.end());
       served[to].push_back(range);
       sent[from] += range.end - range.begin;
-      if (number(from) / ranks_per_node == number(to) / ranks_per_node) inside[from] += range.end - range.begin;
+      if (to_int(from) / ranks_per_node == to_int(to) / ranks_per_node) inside[from] += range.end - range.begin;
     }
     std::map<int64_t, int64_t> needed_on;
     std::map<int64_t, std::vector<Rank>> holders_on;
     for (const Need& need : needs) {
-      needed_on[number(need.rank) / ranks_per_node] += need.elements;
+      needed_on[to_int(need.rank) / ranks_per_node] += need.elements;
       std::vector<Interval>& ranges = served[need.rank];
       std::sort(ranges.begin(), ranges.end(), [](const Interval& a, const Interval& b) { return a.begin < b.begin; });
       int64_t end = 0;
@@ -75,7 +75,7 @@ TEST(NodeSharing, ServesWithinNodesFirstAndBalancesTheRest) {
       }
       ASSERT_EQ(end, need.elements);
     }
-    for (const Rank rank : holders) holders_on[number(rank) / ranks_per_node].push_back(rank);
+    for (const Rank rank : holders) holders_on[to_int(rank) / ranks_per_node].push_back(rank);
     int64_t left = 0;
     for (const auto& [node, elements] : needed_on) {
       const auto count = static_cast<int64_t>(holders_on[node].size());

@@ -142,7 +142,7 @@ TEST(Planner, OrderedReductionsAddInOrderOfPositions) {
 TEST(Planner, ProgramsUseGlobalRanks) {
   const MeshPtr mesh = mesh_of({2, 2}, {9, 4, 7, 2});
   const Plan plan = make_plan(layout_of(mesh, {6, 5}, "S(0),P"), layout_of(mesh, {6, 5}, "R,S(1)"));
-  EXPECT_EQ(numbers(ranks_of(plan)), (std::vector<int64_t>{2, 4, 7, 9}));
+  EXPECT_EQ(to_ints(ranks_of(plan)), (std::vector<int64_t>{2, 4, 7, 9}));
   const SimulationReport report = simulate(plan);
   for (const Rank rank : mesh->ranks()) {
     EXPECT_EQ(report.received_bytes.at(rank), traffic_at(plan, rank).received_bytes);

@@ -96,11 +96,11 @@ TEST(Relays, MayServeOnlyRanksOfTheirNode) {
     if (!relays) continue;
     SCOPED_TRACE(concat("seed ", seed, ", layout ", i, ": ", layout.to_string(), ", ", relays->to_string()));
     for (int64_t p = 0; p < layout.mesh().size(); ++p) {
-      const int64_t node = number(layout.mesh().rank_at(Position{p})) / ranks_per_node;
+      const int64_t node = to_int(layout.mesh().rank_at(Position{p})) / ranks_per_node;
       const std::vector<int64_t> own = elements_at(layout, p);
       bool is_held = own.empty();
       for (int64_t q = 0; q < relays->mesh().size() && !is_held; ++q) {
-        if (number(relays->mesh().rank_at(Position{q})) / ranks_per_node != node) continue;
+        if (to_int(relays->mesh().rank_at(Position{q})) / ranks_per_node != node) continue;
         const std::vector<int64_t> of_relay = elements_at(*relays, q);
         const std::set<int64_t> all(of_relay.begin(), of_relay.end());
         is_held = std::all_of(own.begin(), own.end(), [&](int64_t element) { return all.contains(element); });
@@ -163,7 +163,7 @@ TEST(Relays, MoveEveryElementOfRandomPairs) {
     const std::vector<int64_t> shape{random.pick(1, 50), random.pick(1, 9)};
     const std::vector<int64_t> sizes{random.pick(12, 16), random.pick(1, 4)};
     const MeshPtr mesh = mesh_of(sizes, ranks_from(random.pick(0, 3), sizes[0] * sizes[1]));
-    const Layout large = random.on(mesh, numbers(mesh->ranks()), shape).layout;
+    const Layout large = random.on(mesh, to_ints(mesh->ranks()), shape).layout;
     const Layout small = random.on_any_mesh(shape, 2).layout;
     if (small.mesh() == large.mesh()) continue;
     SCOPED_TRACE(concat("seed ", seed, ", pair ", i));

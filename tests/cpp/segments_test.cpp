@@ -216,7 +216,7 @@ TEST(InSegments, MoveEveryElementOfRandomPairs) {
           peak = std::max(peak, bytes);
           const std::vector<int64_t> peaks = compile(plan, rank).peak_bytes_by_step();
           ASSERT_EQ(bytes, *std::max_element(peaks.begin(), peaks.end()));
-          ASSERT_EQ(memory.peak_bytes_by_step(rank), peaks) << "rank " << number(rank);
+          ASSERT_EQ(memory.peak_bytes_by_step(rank), peaks) << "rank " << to_int(rank);
         }
         ASSERT_EQ(worst_peak_bytes(plan).bytes, peak);
         ASSERT_EQ(to_bytes(from_bytes(to_bytes(plan))), to_bytes(plan));
@@ -355,14 +355,14 @@ TEST(InSegments, PredictedMemoryMatchesPrograms) {
           ProgramMemory of_segment(segment);
           for (const Rank rank : ranks_of(plan)) {
             ASSERT_EQ(of_segment.peak_bytes_by_step(rank), compile(segment, rank).peak_bytes_by_step())
-                << "rank " << number(rank);
+                << "rank " << to_int(rank);
           }
         }
         ProgramMemory memory(plan);
         std::vector<int64_t> worst(plan.steps.size(), 0);
         for (const Rank rank : ranks_of(plan)) {
           const std::vector<int64_t> peaks = compile(plan, rank).peak_bytes_by_step();
-          ASSERT_EQ(memory.peak_bytes_by_step(rank), peaks) << "rank " << number(rank);
+          ASSERT_EQ(memory.peak_bytes_by_step(rank), peaks) << "rank " << to_int(rank);
           for (size_t s = 0; s < peaks.size(); ++s) worst[s] = std::max(worst[s], peaks[s]);
         }
         const ProgramMemory::Worst found = memory.worst_peak_bytes_by_step(kMaxRanksWalked);

@@ -170,7 +170,7 @@ std::string bytes_of(const Mesh& mesh) {
   for (const int64_t size : mesh.dim_sizes()) bytes += test::little_endian(size);
   if (mesh.ranks_are_positions()) return bytes + test::little_endian(0);
   bytes += test::little_endian(mesh.size());
-  for (const Rank rank : mesh.ranks()) bytes += test::little_endian(number(rank));
+  for (const Rank rank : mesh.ranks()) bytes += test::little_endian(to_int(rank));
   return bytes;
 }
 

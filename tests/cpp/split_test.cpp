@@ -40,7 +40,7 @@ TEST(Split, KeepsTheParts) {
     const std::optional<Layout> fine = split(whole, 1, {3, 2});
     ASSERT_TRUE(fine.has_value());
     EXPECT_EQ(fine->mesh().to_string(), "a=2,b.0=3,b.1=2,c=2");
-    EXPECT_EQ(numbers(fine->mesh().ranks()), numbers(mesh->ranks()));
+    EXPECT_EQ(to_ints(fine->mesh().ranks()), to_ints(mesh->ranks()));
     for (int64_t p = 0; p < mesh->size(); ++p) EXPECT_EQ(fine->region(p), whole.region(p)) << placements;
     EXPECT_EQ(joined(*fine, mesh), whole) << placements;
   }
@@ -121,7 +121,7 @@ TEST(Split, SendsToEachNodeOnceIfThatPays) {
       const Mesh& mesh = step.before.mesh();
       const bool leaves_nodes = step.op == StepOp::kCross ||
                                 with_nodes(8).link(mesh, step.mesh_dims).ps_per_kib == with_nodes(8).between.ps_per_kib;
-      if (leaves_nodes) entering[number(rank) / 8] += traffic_at(step, plan.lowering, rank).received_bytes;
+      if (leaves_nodes) entering[to_int(rank) / 8] += traffic_at(step, plan.lowering, rank).received_bytes;
     }
   }
   for (const auto& [node, bytes] : entering) EXPECT_LE(bytes, 4 * 1024 * 1024) << to_string(plan);

@@ -128,7 +128,7 @@ TEST(TwoMeshPlans, UseRoundsWithinAMemoryLimit) {
 TEST(TwoMeshPlans, TextJsonAndPictureNameBothMeshes) {
   const Plan plan = make_plan(layout_of(mesh_of({2}), {8}, "S(0)"), layout_of(mesh_of({3}, {2, 3, 4}), {8}, "S(0)"));
   ASSERT_EQ(plan.steps.size(), 1u);
-  EXPECT_EQ(numbers(ranks_of(plan)), (std::vector<int64_t>{0, 1, 2, 3, 4}));
+  EXPECT_EQ(to_ints(ranks_of(plan)), (std::vector<int64_t>{0, 1, 2, 3, 4}));
   EXPECT_NE(to_string(plan).find("float32[8] on a=2 as [S(0)] -> [S(0)] on a=3"), std::string::npos) << to_string(plan);
   EXPECT_NE(to_string(plan).find("1. cross to a=3: [S(0)] -> [S(0)]"), std::string::npos) << to_string(plan);
   EXPECT_NE(to_json(plan, certify(plan, peak_bytes(plan)), {}).find("\"destination_mesh\""), std::string::npos);
