@@ -50,67 +50,67 @@ GridExchange::Geometry::Geometry(Grid from, Grid to) : src(std::move(from)), dst
   ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());
   for (const Rank rank : ranks) ends.push_back({src.part_replica_of(rank), dst.part_replica_of(rank)});
   find_absent();
-  find_lines();
+  find_queues();
 }
 
 void GridExchange::Geometry::find_absent() {
   absent.resize(src.parts());
   for (const auto& [holds, needs] : ends) {
     if (!holds || !needs) continue;
-    KeptPlace kept_place{0, 1, 0};
-    int64_t places = 1;
-    for (int t = 0; t < src.ndim() && kept_place.elements > 0; ++t) {
+    AbsentSection absent_section{0, 1, 0};
+    int64_t sections = 1;
+    for (int t = 0; t < src.ndim() && absent_section.elements > 0; ++t) {
       const int64_t held = src.shards_of(holds->part)[t];
       const int64_t needed = dst.shards_of(needs->part)[t];
       const Overlap* met = overlaps[t].between(held, needed);
       const auto choices = static_cast<int64_t>(overlaps[t].of_src(held).size());
-      places *= choices;
-      kept_place.place *= choices;
-      if (met != nullptr) kept_place.place += overlaps[t].of_dst(needed)[met->index].index;
-      kept_place.elements *= met != nullptr ? met->elements : 0;
+      sections *= choices;
+      absent_section.index *= choices;
+      if (met != nullptr) absent_section.index += overlaps[t].of_dst(needed)[met->index].index;
+      absent_section.elements *= met != nullptr ? met->elements : 0;
     }
-    if (kept_place.elements == 0) continue;
-    kept_place.place += needs->replica * places;
-    absent[holds->part].push_back(kept_place);
+    if (absent_section.elements == 0) continue;
+    absent_section.index += needs->replica * sections;
+    absent[holds->part].push_back(absent_section);
   }
-  for (std::vector<KeptPlace>& all : absent) {
-    std::sort(all.begin(), all.end(), [](const KeptPlace& a, const KeptPlace& b) { return a.place < b.place; });
+  for (std::vector<AbsentSection>& all : absent) {
+    std::sort(all.begin(), all.end(), [](const AbsentSection& a, const AbsentSection& b) { return a.index < b.index; });
     for (size_t i = 1; i < all.size(); ++i) all[i].before = all[i - 1].before + all[i - 1].elements;
   }
 }
 
-void GridExchange::Geometry::find_lines() {
-  lines.resize(src.parts());
+void GridExchange::Geometry::find_queues() {
+  queues.resize(src.parts());
   for (int64_t part = 0; part < src.parts(); ++part) {
-    Line& line = lines[part];
-    line.part = part;
+    Queue& queue = queues[part];
+    queue.part = part;
     for (int t = 0; t < src.ndim(); ++t) {
       const std::span<const Overlap> met = overlaps[t].of_src(src.shards_of(part)[t]);
-      line.places *= static_cast<int64_t>(met.size());
-      line.elements *= elements_of(met);
+      queue.sections *= static_cast<int64_t>(met.size());
+      queue.elements *= elements_of(met);
     }
-    line.length = line.elements * dst.replicas();
-    if (!absent[part].empty()) line.length -= absent[part].back().before + absent[part].back().elements;
-    quota = std::max(quota, (line.length + src.replicas() - 1) / src.replicas());
+    queue.length = queue.elements * dst.replicas();
+    if (!absent[part].empty()) queue.length -= absent[part].back().before + absent[part].back().elements;
+    quota = std::max(quota, (queue.length + src.replicas() - 1) / src.replicas());
   }
   least_quota = quota;
-  for (Line& line : lines) {
-    const int64_t of_each = (line.length + dst.replicas() - 1) / dst.replicas();
+  for (Queue& queue : queues) {
+    const int64_t of_each = (queue.length + dst.replicas() - 1) / dst.replicas();
     const int64_t replicas_each = (dst.replicas() + src.replicas() - 1) / src.replicas();
-    line.quota = std::clamp<int64_t>(of_each * replicas_each, 1, quota);
-    if (line.length > 0 && !absent[line.part].empty()) least_quota = std::min(least_quota, line.quota);
+    queue.quota = std::clamp<int64_t>(of_each * replicas_each, 1, quota);
+    if (queue.length > 0 && !absent[queue.part].empty()) least_quota = std::min(least_quota, queue.quota);
   }
 }
 
 void GridExchange::assign_within_nodes_first() {
   check_invariant(ranks_per_node_ > 0, "a crossing with kNodeLocal has ", ranks_per_node_, " ranks per node");
-  for (const Line& line : all_->lines) {
+  for (const Queue& queue : all_->queues) {
     std::vector<Rank> group;
-    for (int64_t index = 0; index < src().replicas(); ++index) group.push_back(sender(line, index));
+    for (int64_t s = 0; s < src().replicas(); ++s) group.push_back(sender(queue, s));
     std::vector<Need> needs;
-    for (int64_t number = 0; number < num_places(line); ++number) {
-      const int64_t elements = place(line, number).elements;
-      if (elements > 0) needs.push_back({receiver(line, number), elements});
+    for (int64_t section_index = 0; section_index < num_sections(queue); ++section_index) {
+      const int64_t elements = section(queue, section_index).elements;
+      if (elements > 0) needs.push_back({receiver(queue, section_index), elements});
     }
     for (const auto& [from, to, part] : assign_within_nodes(group, needs, ranks_per_node_, kMostInside * all_->quota)) {
       sends_[from].push_back({to, part});
@@ -156,48 +156,48 @@ GridExchange::Inside GridExchange::inside(Rank rank) const {
   return {bytes_of(receives_), bytes_of(sends_)};
 }
 
-Rank GridExchange::sender(const Line& line, int64_t index) const {
-  return src().rank_at(src().shards_of(line.part), (index + first_sender_) % src().replicas());
+Rank GridExchange::sender(const Queue& queue, int64_t sender_index) const {
+  return src().rank_at(src().shards_of(queue.part), (sender_index + first_sender_) % src().replicas());
 }
 
-int64_t GridExchange::sender_index_of(const Grid::PartReplica& replica_place) const {
-  return (replica_place.replica + src().replicas() - first_sender_) % src().replicas();
+int64_t GridExchange::sender_index_of(const Grid::PartReplica& part_replica) const {
+  return (part_replica.replica + src().replicas() - first_sender_) % src().replicas();
 }
 
-// Within a replica, places are numbered by their overlap on each tensor dim, the last dim fastest. So the number of
-// elements before a place is a sum over tensor dims. The term of a dim is the product of the place's own elements on
-// the earlier dims, the elements of the earlier overlaps on this dim, and all elements on the later dims.
-GridExchange::Place GridExchange::place(const Line& line, int64_t number) const {
-  if (number == num_places(line)) return {line.length, 0};
-  const std::span<const int64_t> shards = src().shards_of(line.part);
-  Place place{0, 1};
-  int64_t rest = number % line.places;
+// Within a replica, sections are indexed by their overlap on each tensor dim, the last dim fastest. So the number of
+// elements before a section is a sum over tensor dims. The term of a dim is the product of the section's own elements
+// on the earlier dims, the elements of the earlier overlaps on this dim, and all elements on the later dims.
+GridExchange::Section GridExchange::section(const Queue& queue, int64_t section_index) const {
+  if (section_index == num_sections(queue)) return {queue.length, 0};
+  const std::span<const int64_t> shards = src().shards_of(queue.part);
+  Section section{0, 1};
+  int64_t rest = section_index % queue.sections;
   int64_t all_after = 1;
   for (int t = src().ndim() - 1; t >= 0; --t) {
     const std::span<const Overlap> met = all_->overlaps[t].of_src(shards[t]);
     const auto choices = static_cast<int64_t>(met.size());
     const Overlap& own = met[rest % choices];
     rest /= choices;
-    place.begin = own.before * all_after + own.elements * place.begin;
-    place.elements *= own.elements;
+    section.begin = own.before * all_after + own.elements * section.begin;
+    section.elements *= own.elements;
     all_after *= elements_of(met);
   }
-  place.begin += number / line.places * line.elements;
-  const std::vector<KeptPlace>& all = all_->absent[line.part];
-  const auto absent =
-      std::partition_point(all.begin(), all.end(), [&](const KeptPlace& kept) { return kept.place < number; });
-  if (absent != all.begin()) place.begin -= (absent - 1)->before + (absent - 1)->elements;
-  if (absent != all.end() && absent->place == number) place.elements = 0;
-  return place;
+  section.begin += section_index / queue.sections * queue.elements;
+  const std::vector<AbsentSection>& all = all_->absent[queue.part];
+  const auto absent = std::partition_point(all.begin(), all.end(),
+                                           [&](const AbsentSection& absent) { return absent.index < section_index; });
+  if (absent != all.begin()) section.begin -= (absent - 1)->before + (absent - 1)->elements;
+  if (absent != all.end() && absent->index == section_index) section.elements = 0;
+  return section;
 }
 
-int64_t GridExchange::first_served(const Line& line, int64_t index) const {
-  const int64_t begin = line.quota * index;
+int64_t GridExchange::first_served(const Queue& queue, int64_t sender_index) const {
+  const int64_t begin = queue.quota * sender_index;
   int64_t low = 0;
-  int64_t high = num_places(line);
+  int64_t high = num_sections(queue);
   while (low < high) {
     const int64_t middle = low + (high - low) / 2;
-    const Place at = place(line, middle);
+    const Section at = section(queue, middle);
     const bool is_before =
         policy_ == ReplicaPolicy::kEvenBytes ? at.begin + at.elements <= begin : 2 * at.begin + at.elements < 2 * begin;
     (is_before ? low : high) = is_before ? middle + 1 : middle;
@@ -205,42 +205,43 @@ int64_t GridExchange::first_served(const Line& line, int64_t index) const {
   return low;
 }
 
-// If messages are split, this sender and the next may share a place.
-int64_t GridExchange::end_served(const Line& line, int64_t index) const {
-  const int64_t next = first_served(line, index + 1);
-  const bool is_shared = policy_ == ReplicaPolicy::kEvenBytes && next < num_places(line) &&
-                         place(line, next).begin < line.quota * (index + 1);
+// If messages are split, this sender and the next may share a section.
+int64_t GridExchange::end_served(const Queue& queue, int64_t sender_index) const {
+  const int64_t next = first_served(queue, sender_index + 1);
+  const bool is_shared = policy_ == ReplicaPolicy::kEvenBytes && next < num_sections(queue) &&
+                         section(queue, next).begin < queue.quota * (sender_index + 1);
   return next + (is_shared ? 1 : 0);
 }
 
-int64_t GridExchange::num_present(const Line& line, int64_t first, int64_t end) const {
-  const std::vector<KeptPlace>& all = all_->absent[line.part];
-  const auto before = [&](int64_t number) {
-    return std::partition_point(all.begin(), all.end(), [&](const KeptPlace& kept) { return kept.place < number; });
+int64_t GridExchange::num_present(const Queue& queue, int64_t first, int64_t end) const {
+  const std::vector<AbsentSection>& all = all_->absent[queue.part];
+  const auto before = [&](int64_t section_index) {
+    return std::partition_point(all.begin(), all.end(),
+                                [&](const AbsentSection& absent) { return absent.index < section_index; });
   };
   return end - first - (before(end) - before(first));
 }
 
-Interval GridExchange::served(const Line& line, const Place& place, int64_t index) const {
+Interval GridExchange::served(const Queue& queue, const Section& section, int64_t sender_index) const {
   if (policy_ == ReplicaPolicy::kWholeMessages) {
-    return {0, (2 * place.begin + place.elements) / (2 * line.quota) == index ? place.elements : 0};
+    return {0, (2 * section.begin + section.elements) / (2 * queue.quota) == sender_index ? section.elements : 0};
   }
-  const int64_t begin = std::max(line.quota * index, place.begin);
-  const int64_t end = std::min(line.quota * (index + 1), place.begin + place.elements);
-  return begin < end ? Interval{begin - place.begin, end - place.begin} : Interval{0, 0};
+  const int64_t begin = std::max(queue.quota * sender_index, section.begin);
+  const int64_t end = std::min(queue.quota * (sender_index + 1), section.begin + section.elements);
+  return begin < end ? Interval{begin - section.begin, end - section.begin} : Interval{0, 0};
 }
 
-Rank GridExchange::receiver(const Line& line, int64_t number) const {
-  const std::span<const int64_t> from = src().shards_of(line.part);
+Rank GridExchange::receiver(const Queue& queue, int64_t section_index) const {
+  const std::span<const int64_t> from = src().shards_of(queue.part);
   std::vector<int64_t> shards(from.size());
-  int64_t rest = number % line.places;
+  int64_t rest = section_index % queue.sections;
   for (size_t t = shards.size(); t-- > 0;) {
     const std::span<const Overlap> met = all_->overlaps[t].of_src(from[t]);
     const auto choices = static_cast<int64_t>(met.size());
     shards[t] = met[rest % choices].shard;
     rest /= choices;
   }
-  return dst().rank_at(shards, number / line.places);
+  return dst().rank_at(shards, section_index / queue.sections);
 }
 
 std::vector<GridExchange::PeerRange> GridExchange::ranges(Rank rank, Direction direction) const {
@@ -251,12 +252,12 @@ std::vector<GridExchange::PeerRange> GridExchange::ranges(Rank rank, Direction d
   if (!sends) {
     for_each_received(rank, ends, [&](Rank from, Interval range) { ranges.push_back({from, range}); });
   } else if (ends.holds) {
-    const Line& line = all_->lines[ends.holds->part];
-    const int64_t index = sender_index_of(*ends.holds);
-    const int64_t end = end_served(line, index);
-    for (int64_t number = first_served(line, index); number < end; ++number) {
-      const Interval range = served(line, place(line, number), index);
-      if (range.begin < range.end) ranges.push_back({receiver(line, number), range});
+    const Queue& queue = all_->queues[ends.holds->part];
+    const int64_t sender_index = sender_index_of(*ends.holds);
+    const int64_t end = end_served(queue, sender_index);
+    for (int64_t section_index = first_served(queue, sender_index); section_index < end; ++section_index) {
+      const Interval range = served(queue, section(queue, section_index), sender_index);
+      if (range.begin < range.end) ranges.push_back({receiver(queue, section_index), range});
     }
   }
   std::ranges::sort(ranges, {}, &PeerRange::peer);
@@ -280,8 +281,8 @@ void GridExchange::for_each_received(Rank rank, const Ends& ends, const Visit& v
     int64_t rest = overlap;
     int64_t part = 0;
     int64_t parts_after = 1;
-    int64_t number = 0;
-    int64_t places_after = 1;
+    int64_t section_index = 0;
+    int64_t sections_after = 1;
     for (int t = src().ndim() - 1; t >= 0; --t) {
       const std::span<const Overlap> met = all_->overlaps[t].of_dst(needed[t]);
       const auto choices = static_cast<int64_t>(met.size());
@@ -289,16 +290,17 @@ void GridExchange::for_each_received(Rank rank, const Ends& ends, const Visit& v
       rest /= choices;
       part += dim_overlap.shard * parts_after;
       parts_after *= static_cast<int64_t>(src().lists(t).size());
-      number += dim_overlap.index * places_after;
-      places_after *= static_cast<int64_t>(all_->overlaps[t].of_src(dim_overlap.shard).size());
+      section_index += dim_overlap.index * sections_after;
+      sections_after *= static_cast<int64_t>(all_->overlaps[t].of_src(dim_overlap.shard).size());
     }
     if (holds && holds->part == part) continue;
-    const Line& line = all_->lines[part];
-    const Place at = place(line, needs->replica * line.places + number);
+    const Queue& queue = all_->queues[part];
+    const Section at = section(queue, needs->replica * queue.sections + section_index);
     const bool in_whole = policy_ == ReplicaPolicy::kWholeMessages;
-    const int64_t first = in_whole ? (2 * at.begin + at.elements) / (2 * line.quota) : at.begin / line.quota;
-    const int64_t last = in_whole ? first : (at.begin + at.elements - 1) / line.quota;
-    for (int64_t index = first; index <= last; ++index) visit(sender(line, index), served(line, at, index));
+    const int64_t first = in_whole ? (2 * at.begin + at.elements) / (2 * queue.quota) : at.begin / queue.quota;
+    const int64_t last = in_whole ? first : (at.begin + at.elements - 1) / queue.quota;
+    for (int64_t sender_index = first; sender_index <= last; ++sender_index)
+      visit(sender(queue, sender_index), served(queue, at, sender_index));
   }
 }
 
@@ -322,8 +324,8 @@ std::vector<Exchange::Message> GridExchange::messages(Rank rank, Direction direc
 }
 
 std::optional<Region> GridExchange::region(Rank rank, Direction side) const {
-  const std::optional<Grid::PartReplica> replica_place = grid(side).part_replica_of(rank);
-  return replica_place ? std::optional<Region>(grid(side).region(replica_place->part)) : std::nullopt;
+  const std::optional<Grid::PartReplica> part_replica = grid(side).part_replica_of(rank);
+  return part_replica ? std::optional<Region>(grid(side).region(part_replica->part)) : std::nullopt;
 }
 
 std::vector<LocalAxis> GridExchange::local_axes(Rank rank, Direction side) const {
@@ -342,12 +344,12 @@ int64_t GridExchange::needed_by_all() const {
 
 std::optional<std::map<std::vector<Rank>, int64_t>> GridExchange::demand() const {
   std::map<std::vector<Rank>, int64_t> demand;
-  for (const Line& line : all_->lines) {
-    if (line.length == 0) continue;
+  for (const Queue& queue : all_->queues) {
+    if (queue.length == 0) continue;
     std::vector<Rank> senders;
-    for (int64_t index = 0; index < src().replicas(); ++index) senders.push_back(sender(line, index));
+    for (int64_t s = 0; s < src().replicas(); ++s) senders.push_back(sender(queue, s));
     std::sort(senders.begin(), senders.end());
-    demand[std::move(senders)] += line.length;
+    demand[std::move(senders)] += queue.length;
   }
   return demand;
 }
@@ -372,7 +374,7 @@ int64_t GridExchange::received_elements(const Ends& ends) const {
 }
 
 bool GridExchange::communicates() const {
-  return std::any_of(all_->lines.begin(), all_->lines.end(), [](const Line& line) { return line.length > 0; });
+  return std::any_of(all_->queues.begin(), all_->queues.end(), [](const Queue& queue) { return queue.length > 0; });
 }
 
 GridExchange::Sent GridExchange::sent(Rank rank, const Ends& ends) const {
@@ -383,15 +385,15 @@ GridExchange::Sent GridExchange::sent(Rank rank, const Ends& ends) const {
     return sent;
   }
   if (!ends.holds) return {};
-  const Line& line = all_->lines[ends.holds->part];
-  const int64_t index = sender_index_of(*ends.holds);
-  const int64_t first = first_served(line, index);
-  const int64_t end = end_served(line, index);
-  const int64_t messages = num_present(line, first, end);
+  const Queue& queue = all_->queues[ends.holds->part];
+  const int64_t sender_index = sender_index_of(*ends.holds);
+  const int64_t first = first_served(queue, sender_index);
+  const int64_t end = end_served(queue, sender_index);
+  const int64_t messages = num_present(queue, first, end);
   if (policy_ == ReplicaPolicy::kEvenBytes) {
-    return {std::clamp<int64_t>(line.length - line.quota * index, 0, line.quota), messages};
+    return {std::clamp<int64_t>(queue.length - queue.quota * sender_index, 0, queue.quota), messages};
   }
-  return {place(line, end).begin - place(line, first).begin, messages};
+  return {section(queue, end).begin - section(queue, first).begin, messages};
 }
 
 int64_t GridExchange::messages_at_most(Rank rank, Direction direction) const {
@@ -400,8 +402,8 @@ int64_t GridExchange::messages_at_most(Rank rank, Direction direction) const {
   const Ends& ends = ends_of(rank);
   const int64_t parts = parts_received(ends);
   if (policy_ == ReplicaPolicy::kWholeMessages) return parts;
-  // A place of e elements is served in at most 2 + (e - 2) / s ranges of s elements. If s < least_quota, no rank is
-  // absent, so s >= e. Then the place is served in at most two ranges, or in one if e = 1.
+  // A section of e elements is served in at most 2 + (e - 2) / s ranges of s elements. If s < least_quota, no rank is
+  // absent, so s >= e. Then the section is served in at most two ranges, or in one if e = 1.
   const int64_t elements = received_elements(ends);
   const int64_t least = all_->least_quota;
   const int64_t most = parts + (elements + (least - 2) * parts) / least;

@@ -4,11 +4,11 @@
 // source are its candidate *senders*. A rank of the destination that needs elements of a part and does not hold the
 // part is a *receiver* of the part.
 //
-// The senders of a part share the sending. The elements that its receivers need are arranged in a *line*: one replica
-// of the destination after the other, each in the order of its parts. The elements of one receiver are its *place* in
-// the line. The line is divided into *ranges* of equal length, one for each sender, in mesh order. All lines use the
-// length that covers the longest line: shorter ranges would split more messages without relieving the busiest rank.
-// If each sender's share can be whole replicas of the destination within that length, the line is cut between
+// The senders of a part share the sending. The elements that its receivers need are arranged in a *queue*: one replica
+// of the destination after the other, each in the order of its parts. The elements of one receiver are its *section*
+// of the queue. The queue is divided into *ranges* of equal length, one for each sender, in mesh order. All queues use
+// the length that covers the longest queue: shorter ranges would split more messages without relieving the busiest
+// rank. If each sender's share can be whole replicas of the destination within that length, the queue is cut between
 // replicas. With ReplicaPolicy::kEvenBytes a range may end anywhere, and the busiest rank sends the least possible
 // without forwarding, rounded up to elements. With ReplicaPolicy::kWholeMessages a message is sent by the rank whose
 // range contains its middle, and the busiest rank sends less than one message more than that.
@@ -16,15 +16,16 @@
 // Example: 12 rows from ranks 0 to 3 on (a=2, b=2) as [S(0), R] to ranks 4 to 6 on (c=3) as [S(0)], by
 // ReplicaPolicy::kEvenBytes:
 //
-//   part      senders    line                             ranges of 3 rows
+//   part      senders    queue                             ranges of 3 rows
 //   [0, 6)    0, 1       4: [0, 4)    5: [4, 6)           0 -> 4: [0, 3)    1 -> 4: [3, 4)    1 -> 5: [4, 6)
 //   [6, 12)   2, 3       5: [6, 8)    6: [8, 12)          2 -> 5: [6, 8)    2 -> 6: [8, 9)    3 -> 6: [9, 12)
 //
 // With ReplicaPolicy::kNodeLocal (exchange/node_local.h) senders first serve receivers on their own node, each up to
 // kMostInside times the longest range. The rest is divided evenly.
 //
-// Except with kNodeLocal, which lists all messages, no function takes time proportional to ranks times ranks: places in
-// a line are computed tensor dim by tensor dim, and the messages of one rank take time in proportion to their number.
+// Except with kNodeLocal, which lists all messages, no function takes time proportional to ranks times ranks: sections
+// of a queue are computed tensor dim by tensor dim, and the messages of one rank take time in proportion to their
+// number.
 #pragma once
 
 #include <cstdint>
@@ -48,7 +49,7 @@ class GridExchange final : public Exchange {
   // InvariantError. With kNodeLocal, nodes are `ranks_per_node` consecutive ranks.
   GridExchange(const Layout& src, const Layout& dst, ReplicaPolicy policy, int64_t ranks_per_node = 0);
   // Makes the exchange of two grids with equal dims, which may be boxes of tensors with different shapes. The replica
-  // `first_sender` of a part sends the first range of the line; the next replicas follow in cyclic order.
+  // `first_sender` of a part sends the first range of the queue; the next replicas follow in cyclic order.
   GridExchange(Grid src, Grid dst, int64_t item_bytes, ReplicaPolicy policy, int64_t first_sender = 0,
                int64_t ranks_per_node = 0);
 
@@ -112,23 +113,23 @@ class GridExchange final : public Exchange {
   StepCounts worst_at_least() const;
 
  private:
-  // A receiver's place in a line. A rank that holds the part itself is *absent*: its place has no elements.
-  struct Place {
-    int64_t begin = 0;  // the number of earlier elements in the line
+  // A receiver's section of a queue. A rank that holds the part itself is *absent*: its section has no elements.
+  struct Section {
+    int64_t begin = 0;  // the number of earlier elements in the queue
     int64_t elements = 0;
   };
-  // The place of an absent rank.
-  struct KeptPlace {
-    int64_t place = 0;     // index of the place in the line
+  // The section of an absent rank.
+  struct AbsentSection {
+    int64_t index = 0;     // of the section in the queue
     int64_t elements = 0;  // number of elements of the part that the rank needs and holds
-    int64_t before = 0;    // sum of `elements` of the earlier absent ranks of the line
+    int64_t before = 0;    // sum of `elements` of the earlier absent ranks of the queue
   };
-  // The line of one part of the source.
-  struct Line {
+  // The queue of one part of the source.
+  struct Queue {
     int64_t part = 0;
-    int64_t places = 1;    // number of places per replica of the destination
+    int64_t sections = 1;  // number of sections per replica of the destination
     int64_t elements = 1;  // elements per replica if no rank is absent
-    int64_t length = 0;    // elements of the places of all ranks that are not absent
+    int64_t length = 0;    // elements of the sections of all ranks that are not absent
     int64_t quota = 1;     // elements of a sender's range
   };
   // The parts that a rank holds and needs; nullopt if it is not on that mesh.
@@ -140,42 +141,42 @@ class GridExchange final : public Exchange {
   struct Geometry {
     Geometry(Grid from, Grid to);
     void find_absent();  // fills `absent`
-    void find_lines();   // fills `lines`, `quota` and `least_quota`
+    void find_queues();  // fills `queues`, `quota` and `least_quota`
 
     Grid src;
     Grid dst;
     std::vector<ShardOverlaps> overlaps;  // by tensor dim
     std::vector<Rank> ranks;
-    std::vector<Ends> ends;                      // by index in `ranks`
-    std::vector<std::vector<KeptPlace>> absent;  // by part of the source, each by place
-    std::vector<Line> lines;                     // by part of the source
-    int64_t quota = 1;                           // elements of the longest range
-    int64_t least_quota = 1;                     // elements of the shortest range of a line with absent ranks
+    std::vector<Ends> ends;                          // by index in `ranks`
+    std::vector<std::vector<AbsentSection>> absent;  // by part of the source, each by index
+    std::vector<Queue> queues;                       // by part of the source
+    int64_t quota = 1;                               // elements of the longest range
+    int64_t least_quota = 1;                         // elements of the shortest range of a queue with absent ranks
   };
 
   GridExchange(std::shared_ptr<const Geometry> all, int64_t item_bytes, ReplicaPolicy policy, int64_t first_sender,
                int64_t ranks_per_node);
   void assign_within_nodes_first();      // fills sends_ and receives_
   const Ends& ends_of(Rank rank) const;  // both nullopt for a rank on neither mesh
-  int64_t num_places(const Line& line) const { return line.places * all_->dst.replicas(); }
-  // In all functions below, `number` is the index of a place in its line. `index` is the index of a sender: sender 0
-  // sends the first range of the line, sender 1 the second.
+  int64_t num_sections(const Queue& queue) const { return queue.sections * all_->dst.replicas(); }
+  // In all functions below, `section_index` is the index of a section in its queue. Sender 0 sends the first range of
+  // the queue, sender 1 the second.
 
-  // Returns place `number`. Place num_places(line) begins at the end of the line and has no elements.
-  Place place(const Line& line, int64_t number) const;
-  // Returns the number of the first place that sender `index` or a later sender serves.
-  int64_t first_served(const Line& line, int64_t index) const;
-  // Returns the number after the last place that sender `index` serves.
-  int64_t end_served(const Line& line, int64_t index) const;
-  // Returns the number of places in [first, end) that have elements.
-  int64_t num_present(const Line& line, int64_t first, int64_t end) const;
-  // Returns the range of a place's elements that sender `index` sends.
-  Interval served(const Line& line, const Place& place, int64_t index) const;
-  // Return the rank of the receiver at place `number`, and the rank of sender `index`.
-  Rank receiver(const Line& line, int64_t number) const;
-  Rank sender(const Line& line, int64_t index) const;
+  // Returns a section. Section num_sections(queue) begins at the end of the queue and has no elements.
+  Section section(const Queue& queue, int64_t section_index) const;
+  // Returns the index of the first section that this or a later sender serves.
+  int64_t first_served(const Queue& queue, int64_t sender_index) const;
+  // Returns one more than the index of the last section that the sender serves.
+  int64_t end_served(const Queue& queue, int64_t sender_index) const;
+  // Returns the number of sections in [first, end) that have elements.
+  int64_t num_present(const Queue& queue, int64_t first, int64_t end) const;
+  // Returns the range of a section's elements that the sender sends.
+  Interval served(const Queue& queue, const Section& section, int64_t sender_index) const;
+  // Return the rank of the receiver of a section, and the rank of a sender.
+  Rank receiver(const Queue& queue, int64_t section_index) const;
+  Rank sender(const Queue& queue, int64_t sender_index) const;
   // Returns the index of the sender with this replica of the part.
-  int64_t sender_index_of(const Grid::PartReplica& replica_place) const;
+  int64_t sender_index_of(const Grid::PartReplica& part_replica) const;
   int64_t largest_result_bytes() const;  // size of the largest part of the destination
   // The elements and messages that a rank sends.
   struct Sent {
