@@ -83,7 +83,7 @@ def _forgotten_placement() -> None:
     with async_device.captured() as graph:
         captured = layer()
     tables = weakref.WeakSet([expert_ranks.expert_ranks(p.placement, None, None)])
-    expert_ranks._kept.clear()
+    expert_ranks._ranks_by_key.clear()
     gc.collect()
     assert not tables, "the placement is kept somewhere else"
     used_again = [torch.full((n,), -(10**6), device=meshes.device) for n in range(1, 64) for _ in range(4)]

@@ -289,12 +289,12 @@ def _in_blocks(width: int, takes_blocks: bool) -> None:
             assert reason.startswith("MXFP8 weights as received on cpu: torch._scaled_mm raises") and count == counted
         model: Any = shard(Mlp(width, tied=False), flat_fully_shard, get_mesh((dist.get_world_size(),)), **IN_BLOCKS)
         linear = model.layers[0][2]
-        weight = next(w for w in model.layers[0]._shardwright_unit.unit.weights if w.places[0][0] is linear)
+        weight = next(w for w in model.layers[0]._shardwright_unit.unit.weights if w.owners[0][0] is linear)
         global_weight = full(linear.weight.detach())
         places = []
 
         def look(*_: Any) -> None:
-            places.append(weight.place[: weight.product.place_bytes].clone())
+            places.append(weight.scales[: weight.product.scales_bytes].clone())
 
         linear.register_forward_pre_hook(look)
         with poisoned():

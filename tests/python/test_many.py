@@ -461,7 +461,7 @@ def _cached_layouts() -> list[int]:
     sizes = []
     for _ in range(3):
         sw.redistribute_many(items)
-        sizes.append(len(many._kept_of(None)))
+        sizes.append(len(many._batches_of(None)))
     stats = sw.stats()
     return [*sizes, stats["batches"], stats["batched_tensors"], stats["bytes"]]
 
@@ -480,14 +480,14 @@ def _busy_in_another_group() -> None:
     cut, replicated = (sw.Layout(sw.Mesh({"a": 2}), (4,), [kind]) for kind in ("S(0)", "R"))
     items = [(torch.ones(2), cut, replicated)]
     sw.redistribute_many(items)
-    for n in range(many.MAX_KEPT + 1 if rank == 0 else 0):
+    for n in range(many.MAX_BATCHES + 1 if rank == 0 else 0):
         alone = sw.Layout(sw.Mesh({"a": 1}, [0]), (n,), ["R"])
         sw.redistribute_many([(torch.ones(n), alone, alone)], group=own[0])
     assert torch.equal(sw.redistribute_many(items)[0], torch.ones(4))  # type: ignore[index]
     with pytest.raises(ValueError, match="group must be a group with this rank, got one without rank ."):
         sw.redistribute_many(items, group=own[1 - rank])
     del own
-    assert len(many._kept_of(None)) <= many.MAX_KEPT
+    assert len(many._batches_of(None)) <= many.MAX_BATCHES
 
 
 @pytest.mark.cpu_only("groups of some ranks are Gloo's here")

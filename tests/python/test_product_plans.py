@@ -138,7 +138,7 @@ def _run_without_caches() -> tuple[str, int]:
     torch.compile(lambda x, w: sw.linear(x, w, placements=[Replicate()]), backend=note, fullgraph=True)(x, weight)
     (text,) = texts
     graphs._products.clear()
-    graphs._places.clear()
+    graphs._groups_by_name.clear()
     (y,) = torch.ops.shardwright.multiply(
         x.to_local(), [weight.to_local()], [], [], text, dist.group.WORLD.group_name, dist.get_rank()
     )

@@ -318,11 +318,11 @@ class _Planner(LoadPlanner):
         if layout is not None and layout.mesh.coordinate(rank) is None:
             return []
         chunks = []
-        for number, part in enumerate(_parts(tensor.local.detach(), layout, rank)):
+        for index, part in enumerate(_parts(tensor.local.detach(), layout, rank)):
             begins = torch.Size(int(runs[:, 0].min()) for runs in part.runs)
             sizes = torch.Size(int(runs[:, 1].max()) - begin for runs, begin in zip(part.runs, begins))
             chunks.append(ChunkStorageMetadata(begins, sizes))
-            self._parts[name, number] = part
+            self._parts[name, index] = part
         items = create_read_items_for_chunk_list(name, saved, chunks)
         counts = [math.prod(int((runs[:, 1] - runs[:, 0]).sum()) for runs in self._runs(item)) for item in items]
         if sum(counts) != tensor.local.numel():
@@ -332,9 +332,9 @@ class _Planner(LoadPlanner):
     def _runs(self, item: ReadItem) -> list[torch.Tensor]:
         """Returns for each dim the runs within an item, relative to the item's beginning."""
         cuts = []
-        place = item.dest_index
-        for dim, runs in enumerate(self._parts[place.fqn, place.index].runs):
-            first = place.offset[dim] + item.dest_offsets[dim]
+        target = item.dest_index
+        for dim, runs in enumerate(self._parts[target.fqn, target.index].runs):
+            first = target.offset[dim] + item.dest_offsets[dim]
             begins, ends = (runs[:, side].clamp(first, first + item.lengths[dim]) for side in (0, 1))
             cut = torch.stack((begins - first, ends - first, runs[:, 2] + begins - runs[:, 0]), 1)
             cuts.append(cut[begins < ends])

@@ -194,8 +194,8 @@ def context_parallel(
     if len(sizes) > 1:
         raise argument_error("buffers", "tensors of one sequence length, size if given", sorted(sizes))
     total = sizes.pop() if sizes else None
-    kept = {id(tensor) for tensor in no_restore_buffers or ()}
-    if not kept <= {id(tensor) for tensor in tensors}:
+    not_restored = {id(tensor) for tensor in no_restore_buffers or ()}
+    if not not_restored <= {id(tensor) for tensor in tensors}:
         raise argument_error("no_restore_buffers", "a list of tensors in buffers", "one that is not")
     check_method(method)
     group = mesh.get_group()
@@ -212,7 +212,7 @@ def context_parallel(
             yield
     finally:
         for tensor, before in zip(tensors, full_tensors, strict=True):
-            if id(tensor) not in kept:
+            if id(tensor) not in not_restored:
                 _hold(tensor, before)
 
 

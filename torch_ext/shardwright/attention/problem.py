@@ -153,11 +153,11 @@ def plan(options: Options, tensors: Sequence[torch.Tensor], group: dist.ProcessG
     sharers = tensors[0].device_mesh if isinstance(tensors[0], DTensor) else None
     key = (options, described, len(masks), needs_grad)  # ranks may differ in the shapes of masks
     of_mesh = None if sharers is None else groups.key_of_mesh(sharers)
-    kept = _planned.get_or_make((sharers, of_mesh, None if group is None else groups.weakly(group)), dict)
-    planned = kept.get(key)
+    cache = _planned.get_or_make((sharers, of_mesh, None if group is None else groups.weakly(group)), dict)
+    planned = cache.get(key)
     if planned is None:
         planned = _make(options, tensors, group, needs_grad)
-        executables.keep(kept, key, planned, MAX_PLANNED)
+        executables.store(cache, key, planned, MAX_PLANNED)
     return planned._replace(call=_call_with(planned, tensors)) if masks else planned
 
 
@@ -263,14 +263,14 @@ def _agree(
     text = "" if attention is None else attention.as_on_all_ranks().to_text(False)
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
     words = GroupWords(carrier)
-    heard = words.compare(Statement("attention"), refusal, torch.tensor([digest]))
-    if attention is not None and bool((heard != digest).any()):
+    digests = words.compare(Statement("attention"), refusal, torch.tensor([digest]))
+    if attention is not None and bool((digests != digest).any()):
         description = attention.describe(*tables_of(attention, device_type)).splitlines()[0]
-        said = (
+        arguments = (
             f"{description}, with scale={options.scale}, chunks={options.chunks}, layout={options.layout}, "
             f"kv_layout={options.kv_layout} (digest {digest & 0xFFFFFFFF:08x})"
         )
-        words.compare(Statement("attention", {"arguments": said}))
+        words.compare(Statement("attention", {"arguments": arguments}))
 
 
 def _with_method(attention: _planner.Attention, method: str, device_type: str, needs_grad: bool) -> _planner.Attention:

@@ -75,7 +75,7 @@ def measure_products(
     except Exception as raised:  # reported below, so that the other ranks do not wait
         error = f"{type(raised).__name__}: {raised}"
     errors = ranks.from_all(error)
-    failed = [rank for rank, said in enumerate(errors) if said is not None]
+    failed = [rank for rank, each in enumerate(errors) if each is not None]
     if failed:
         raise RuntimeError(f"calibrate_gemm: rank {failed[0]} could not measure on {device}: {errors[failed[0]]}")
     assert work is not None
@@ -104,9 +104,9 @@ def late_by_chunk(times: list[float], product: float, slowdown: float) -> float:
     for chunks, messages, together in zip(_CHUNKS, times[::2], times[1::2], strict=True):
         message, slice_of_product = messages / chunks, product / chunks
         arrives, ends = message, 0.0
-        for number in range(chunks):
+        for chunk in range(chunks):
             begins = max(arrives, ends)
-            under_way = message if number + 1 < chunks else 0.0  # the next message, which begins now
+            under_way = message if chunk + 1 < chunks else 0.0  # the next message, which begins now
             ends = begins + slice_of_product + slowdown * min(under_way, slice_of_product)
             arrives = begins + message
         late.append(together - ends)
@@ -176,12 +176,12 @@ class _Products:
     ) -> None:
         """Exchanges messages in chunks. After each chunk, starts the next one and multiplies one slice, if any."""
         finish = traffic(lasts / chunks)
-        for number in range(chunks):
+        for chunk in range(chunks):
             finish()
-            if number + 1 < chunks:
+            if chunk + 1 < chunks:
                 finish = traffic(lasts / chunks)
             if slices:
-                rows, out = slices[number]
+                rows, out = slices[chunk]
                 torch.mm(rows, self.large, out=out)
 
     def model(

@@ -76,9 +76,9 @@ class Explanation(list[Explained | ExplainedStep]):
     def to_chrome(self) -> str:
         """Returns JSON for chrome://tracing and Perfetto, with predicted and measured lanes of each program."""
         merged: list[dict[str, Any]] = []
-        for number, entry in enumerate(self):
+        for index, entry in enumerate(self):
             for kind, events in (("predicted", entry.predicted), ("measured", entry.measured)):
-                process = f"{number}: {kind}"
+                process = f"{index}: {kind}"
                 merged += [{**event, "pid": process} for event in json.loads(events.to_chrome())["traceEvents"]]
         return json.dumps({"traceEvents": merged})
 
@@ -142,7 +142,7 @@ def _explained_step(step: HeardStep, events: Trace) -> ExplainedStep:
     """Returns the timelines of a step. `events` are all events of the trace."""
     schedule = step.schedule
     # A form of a weight (`StepSchedule.form_of`) is shown under the weight's name.
-    unit_of = [number if form_of < 0 else form_of for number, form_of in enumerate(schedule.form_of)]
+    unit_of = [index if form_of < 0 else form_of for index, form_of in enumerate(schedule.form_of)]
     named = [(kind, [unit_of[weight] for weight in weights]) for weights, kind, *_ in schedule.uses]
     uses = [(f"{kind} {', '.join(step.names[unit] for unit in units)}", units) for kind, units in named]
     measured = Trace(
@@ -175,8 +175,8 @@ def _explained_step(step: HeardStep, events: Trace) -> ExplainedStep:
             units = [unit_of[weight] for weight, *_ in transfers]
             copies = [(unit, span) for unit, span in zip(units, lanes[key]) if span[1] > span[0]]
             spans += [(lane, f"copy {step.names[unit]}", unit, span) for unit, span in copies]
-        for number, (activation, span) in enumerate(zip(schedule.activations, lanes["activations"])):
-            spans.append(("communication", f"gather activation {number}, {activation[0]}", -1, span))
+        for index, (activation, span) in enumerate(zip(schedule.activations, lanes["activations"])):
+            spans.append(("communication", f"gather activation {index}, {activation[0]}", -1, span))
         for weight, _, is_reduction, span in lanes["chunks"]:
             text = f"{'reduce' if is_reduction else 'gather'} {step.names[unit_of[weight]]} in chunks"
             spans.append(("communication", text, unit_of[weight], span))

@@ -80,24 +80,24 @@ class _Changes:
     """The mode changes of one thread, each with the sequence number of the thread's next autograd node."""
 
     def __init__(self) -> None:
-        self.numbers = [-1]  # sequence numbers, ascending
+        self.sequence_numbers = [-1]  # sequence numbers, ascending
         self.modes = [_current]  # modes[i] holds for nodes from numbers[i] on
 
     def add(self, mode: Mode) -> None:
         """Records that the mode applies to all nodes that this thread makes from now on."""
-        number = torch.autograd._get_sequence_nr()
-        if self.numbers[-1] >= number:
+        sequence_number = torch.autograd._get_sequence_nr()
+        if self.sequence_numbers[-1] >= sequence_number:
             self.modes[-1] = mode
             return
-        self.numbers.append(number)
+        self.sequence_numbers.append(sequence_number)
         self.modes.append(mode)
-        if len(self.numbers) > _MAX_CHANGES:
-            del self.numbers[: _MAX_CHANGES // 2]
+        if len(self.sequence_numbers) > _MAX_CHANGES:
+            del self.sequence_numbers[: _MAX_CHANGES // 2]
             del self.modes[: _MAX_CHANGES // 2]
 
-    def mode_at(self, number: int) -> Mode:
+    def mode_at(self, sequence_number: int) -> Mode:
         """Returns the mode in which the thread made the autograd node with this sequence number."""
-        return self.modes[max(bisect.bisect_right(self.numbers, number) - 1, 0)]
+        return self.modes[max(bisect.bisect_right(self.sequence_numbers, sequence_number) - 1, 0)]
 
 
 _current = OFF
@@ -132,7 +132,7 @@ def takes_shortcut() -> bool:
     return _current.on and _current.make_groups
 
 
-def deciding() -> Mode:
+def mode_in_effect() -> Mode:
     """Returns the mode for the redistribute that is being requested."""
     node = torch._C._current_autograd_node()
     if node is None:
@@ -149,7 +149,7 @@ def remembering(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(forward)
     def with_mode(ctx: Any, *args: Any, **kwargs: Any) -> Any:
-        setattr(ctx, _REMEMBERED, deciding())
+        setattr(ctx, _REMEMBERED, mode_in_effect())
         return forward(ctx, *args, **kwargs)
 
     return with_mode

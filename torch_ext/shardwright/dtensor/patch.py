@@ -76,13 +76,13 @@ class _FunctionReferences:
     def __init__(self) -> None:
         self._pair: tuple[object, object] | None = None
         self._sizes: dict[int, int] = {}  # number of names searched, by id of a module's namespace
-        self._places: list[tuple[dict[str, Any], str]] = []  # (namespace of a module, name in it)
+        self._bindings: list[tuple[dict[str, Any], str]] = []  # (namespace of a module, name in it)
 
     def replace(self, original: Any, ours: Any, *, by_ours: bool) -> None:
         """Replaces `original` by `ours`, or the reverse, under any name, except in the module that defines `ours`."""
         old, new = (original, ours) if by_ours else (ours, original)
         self._look_for(original, ours)
-        for names, name in self._places:
+        for names, name in self._bindings:
             if names.get(name) is old:
                 names[name] = new
 
@@ -91,8 +91,8 @@ class _FunctionReferences:
         if self._pair is None or self._pair[0] is not original or self._pair[1] is not ours:
             self._pair = (original, ours)
             self._sizes.clear()
-            self._places.clear()
-        known = {(id(names), name) for names, name in self._places}
+            self._bindings.clear()
+        known = {(id(names), name) for names, name in self._bindings}
         sizes, own_name = self._sizes, original.__name__
         for module in list(sys.modules.values()):
             try:
@@ -106,7 +106,7 @@ class _FunctionReferences:
                 continue
             sizes[id(names)] = size
             found = [name for name, value in list(names.items()) if value is original or value is ours]
-            self._places += [(names, name) for name in found if (id(names), name) not in known]
+            self._bindings += [(names, name) for name in found if (id(names), name) not in known]
 
 
 _references = _FunctionReferences()

@@ -30,7 +30,7 @@ from ..runtime.argument_checks import DEVICE_TYPES
 from ..runtime.executables import Refusal
 from ..runtime.plain_tensors import redistribute_local
 from . import guards, masks
-from .mode import Mode, deciding
+from .mode import Mode, mode_in_effect
 from .specs import layout_of_spec
 
 _original: Callable[..., torch.Tensor] | None = None  # PyTorch's function, while ours replaces it
@@ -65,7 +65,7 @@ def redistribute_local_tensor(
 ) -> torch.Tensor:
     """Replaces PyTorch's function of the same name. Runs shardwright's plan, or PyTorch's function without one."""
     original = _original or torch_redistribute.redistribute_local_tensor
-    mode = deciding()
+    mode = mode_in_effect()
     is_plain = mode.on and type(local_tensor) is torch.Tensor and local_tensor.layout is torch.strided
     is_plain = is_plain and _runtime.nothing_watches(True)
     if is_plain and not _autograd_looks(local_tensor):
@@ -94,7 +94,7 @@ def redistribute_local_tensor(
     is_traced = _are_we_tracing()
     if is_traced and _is_captured():
         return by_torch()
-    call = _Asked(local_tensor, current_spec, target_spec, mode, async_op, is_explicit)
+    call = _Request(local_tensor, current_spec, target_spec, mode, async_op, is_explicit)
     if any(map(masks.is_masked, (*current_spec.placements, *target_spec.placements))):
         moved = _unmasked(call)
     else:
@@ -110,7 +110,7 @@ def redistribute_local_tensor(
     return by_torch()
 
 
-class _Asked(NamedTuple):
+class _Request(NamedTuple):
     """A redistribute that is not in the cache."""
 
     local: torch.Tensor  # this rank's part
@@ -126,7 +126,7 @@ class _Asked(NamedTuple):
         return layout_of_spec(self.current, shape, dtype), layout_of_spec(self.target, shape, dtype)
 
 
-def _unmasked(call: _Asked) -> torch.Tensor | Refusal:
+def _unmasked(call: _Request) -> torch.Tensor | Refusal:
     """Runs a redistribute with masked placements (masks.py). Applies their masks before it, or makes them after it."""
     plain = masks.unmask(call.local, call.current, call.target)
     if isinstance(plain, str):
@@ -136,7 +136,7 @@ def _unmasked(call: _Asked) -> torch.Tensor | Refusal:
     return plain.mask(moved, call.target.placements)
 
 
-def _by_plan(call: _Asked, is_traced: bool) -> torch.Tensor | Refusal:
+def _by_plan(call: _Request, is_traced: bool) -> torch.Tensor | Refusal:
     """Runs the redistribute, or records it in a trace. Returns a Refusal if it is left to PyTorch."""
     local, current, target, mode, async_op, _ = call
     if not is_traced and type(local) not in (torch.Tensor, torch.nn.Parameter):
@@ -193,7 +193,7 @@ def _key(local_tensor: torch.Tensor, current_spec: DTensorSpec, target_spec: DTe
 
 def find(local_tensor: torch.Tensor, current_spec: DTensorSpec, target_spec: DTensorSpec) -> _runtime.Executable | None:
     """Returns the cached executable for a local tensor and two specs, or None."""
-    return _direct.get(_key(local_tensor, current_spec, target_spec, deciding()))
+    return _direct.get(_key(local_tensor, current_spec, target_spec, mode_in_effect()))
 
 
 def _autograd_looks(local_tensor: torch.Tensor) -> bool:
@@ -205,7 +205,7 @@ def _autograd_looks(local_tensor: torch.Tensor) -> bool:
     )
 
 
-@executables.kept
+@executables.cached
 def _torch_would_copy(current_spec: DTensorSpec, target_spec: DTensorSpec) -> bool:
     """Returns True if PyTorch would make a new tensor although our plan has no steps.
 
@@ -238,7 +238,7 @@ def _is_captured() -> bool:
 _arguments: executables.PlanningCache[dict[str, Any] | Refusal] = executables.PlanningCache(is_local=True)
 
 
-def _trace(key: Hashable, call: _Asked) -> torch.Tensor | Refusal:
+def _trace(key: Hashable, call: _Request) -> torch.Tensor | Refusal:
     """Records our operators for a redistribute in a trace. Returns a Refusal if it is left to PyTorch."""
     from ..graph import operators
 
@@ -260,7 +260,7 @@ def _trace(key: Hashable, call: _Asked) -> torch.Tensor | Refusal:
     return operators.trace(local, **arguments)
 
 
-def _trace_arguments(call: _Asked, is_symbolic: bool) -> dict[str, Any] | Refusal:
+def _trace_arguments(call: _Request, is_symbolic: bool) -> dict[str, Any] | Refusal:
     """Returns the operators' arguments; an empty dict if nothing is moved."""
     from ..graph import operators
 
@@ -281,7 +281,7 @@ def _trace_arguments(call: _Asked, is_symbolic: bool) -> dict[str, Any] | Refusa
     return operators.arguments_for_sizes(plan, sizes, mesh, call.mode.make_groups)
 
 
-def _plan(call: _Asked, shape: Sequence[int]) -> Plan | Refusal:
+def _plan(call: _Request, shape: Sequence[int]) -> Plan | Refusal:
     """Returns the plan for a tensor of this global shape, or the reason to leave the redistribute to PyTorch."""
     device_type = call.local.device.type
     reason = executables.why_not_over_groups(device_type)
@@ -295,7 +295,7 @@ def _plan(call: _Asked, shape: Sequence[int]) -> Plan | Refusal:
         return Refusal(counters.cause_of(error), str(error))
 
 
-def _check_reducible(call: _Asked, why: ValueError) -> None:
+def _check_reducible(call: _Request, why: ValueError) -> None:
     """Raises ValueError on all ranks if `why` is that the backend cannot reduce pending values of this dtype.
 
     PyTorch's path uses the backend's collectives, so it would fail while ranks wait for each other.
@@ -324,7 +324,7 @@ def _is_reducible(placement: Placement, dtype: torch.dtype) -> bool:
     return True
 
 
-def _recorded(call: _Asked, executable: _runtime.Executable) -> contextlib.AbstractContextManager[Any]:
+def _recorded(call: _Request, executable: _runtime.Executable) -> contextlib.AbstractContextManager[Any]:
     """Records the redistribute with DebugMode, as PyTorch's own function does."""
     debug_mode = get_active_debug_mode()
     if debug_mode is None:

@@ -23,7 +23,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from .._native import _runtime
 from ..runtime import executables, groups
 from . import crossing, redistribute
-from .mode import deciding, takes_shortcut
+from .mode import mode_in_effect, takes_shortcut
 
 _SEQUENCES = (list, tuple)
 # Skips DTensor's __init__, which is slow and does nothing.
@@ -79,8 +79,8 @@ def method(original: Callable[..., DTensor]) -> Callable[..., DTensor]:
             or forward_ad._current_level >= 0
             or not (device_mesh is None or device_mesh is self.device_mesh)
         ):
-            if device_mesh is not None and deciding().on and crossing.leads_to_another_mesh(self, device_mesh):
-                make_groups = deciding().make_groups
+            if device_mesh is not None and mode_in_effect().on and crossing.leads_to_another_mesh(self, device_mesh):
+                make_groups = mode_in_effect().make_groups
                 return crossing.redistribute(
                     self, device_mesh, placements, async_op=async_op, make_groups=make_groups, **others
                 )

@@ -29,7 +29,7 @@ def layout_of_spec(spec: DTensorSpec, shape: Sequence[int], dtype: torch.dtype) 
     )
 
 
-@executables.kept
+@executables.cached
 def layout_of(spec: DTensorSpec) -> _planner.Layout:
     """Returns the layout of a DTensor with this spec, from a cache."""
     assert spec.tensor_meta is not None
@@ -46,7 +46,7 @@ def row_major_spec(
     return _row_major_spec(mesh, groups.key_of_mesh(mesh), layout, placements)
 
 
-@executables.kept
+@executables.cached
 def _row_major_spec(
     mesh: DeviceMesh, _: Hashable, layout: _planner.Layout, placements: tuple[Placement, ...] | None
 ) -> DTensorSpec:

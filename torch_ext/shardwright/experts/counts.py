@@ -30,15 +30,15 @@ def compare(
     Raises `refusal` if there is one, RuntimeError if another rank has one, ValueError on all ranks if fields differ.
     """
     words = torch.zeros(ranks.size, 2, dtype=torch.int64) if counts is None else torch.tensor(counts).t()
-    heard = ranks.words.compare(Statement("dispatch", fields), refusal, words)
-    return heard[:, 0].tolist(), heard[:, 1].tolist(), _received_bytes(ranks.size, HEAD_WORDS + 2)
+    received = ranks.words.compare(Statement("dispatch", fields), refusal, words)
+    return received[:, 0].tolist(), received[:, 1].tolist(), _received_bytes(ranks.size, HEAD_WORDS + 2)
 
 
 def exchange_counts(group_name: str, counts: Counts, device: torch.device) -> tuple[list[int], list[int], int]:
     """Returns the rows and pairs that each rank of a group sends here, and the bytes received for these counts."""
     words = torch.tensor(counts).t()
-    heard = _runtime.exchange_words(group_name, "dispatch, counting rows", words, str(device))
-    return heard[:, 0].tolist(), heard[:, 1].tolist(), _received_bytes(*words.shape)
+    received = _runtime.exchange_words(group_name, "dispatch, counting rows", words, str(device))
+    return received[:, 0].tolist(), received[:, 1].tolist(), _received_bytes(*words.shape)
 
 
 def exchange_capacity(
@@ -51,16 +51,16 @@ def exchange_capacity(
     """
     placement = ranks.placement
     counts = _runtime.count_by_replica(codes, placement.num_replicas)
-    heard = ranks.words.exchange("dispatch, counting tokens by expert", counts)
-    totals = heard.sum(0)
+    received = ranks.words.exchange("dispatch, counting tokens by expert", counts)
+    totals = received.sum(0)
     if not drops and bool((totals > capacity).any()):
         replica = int(totals.argmax())
         rank = placement.rank_of_replica[replica]
         expert = ranks.expert_of(replica)
         least = f"at least {int(totals[replica])} for expert {expert} on rank {ranks.ranks[rank]}"
         raise argument_error("capacity", least, f"{capacity}; overflow='drop' drops later tokens")
-    left, dropped = _runtime.drop_beyond(codes, heard[: ranks.rank].sum(0), capacity)
-    return left, dropped, _received_bytes(*heard.shape)
+    left, dropped = _runtime.drop_beyond(codes, received[: ranks.rank].sum(0), capacity)
+    return left, dropped, _received_bytes(*received.shape)
 
 
 def _received_bytes(num_ranks: int, num_words: int) -> int:

@@ -146,7 +146,7 @@ class Nodes:
         self.inside_name = inside.group_name
 
 
-_kept: executables.PlanningCache[ExpertRanks] = executables.PlanningCache()
+_ranks_by_key: executables.PlanningCache[ExpertRanks] = executables.PlanningCache()
 
 
 def expert_ranks(placement: Any, group: Group, topology: Topology | str | None) -> ExpertRanks:
@@ -163,7 +163,7 @@ def expert_ranks(placement: Any, group: Group, topology: Topology | str | None) 
         hash(key)
     except TypeError:
         raise argument_error("placement", _ALLOWED, repr(placement)) from None
-    return _kept.get_or_make(key, lambda: _make(placement, group, topology))
+    return _ranks_by_key.get_or_make(key, lambda: _make(placement, group, topology))
 
 
 def group_alone(placement: Any, group: Group) -> ExpertGroup | None:

@@ -76,7 +76,7 @@ class checkpoint_cut(torch.autograd.graph.saved_tensors_hooks):
             raise argument_error("min_bytes", "an integer of at least 0", repr(min_bytes))
         self._mesh = mesh
         self._min_bytes = min_bytes
-        self._given = [span for number, tensor in enumerate(tensors) if (span := _named(number, tensor, mesh))]
+        self._given = [span for index, tensor in enumerate(tensors) if (span := _named(index, tensor, mesh))]
         self._made: dict[_Span, tuple[_ShardedActivation, _Sequence]] = {}  # activations that the block has sharded
         super().__init__(self._pack, _unpack)
 
@@ -92,12 +92,12 @@ class checkpoint_cut(torch.autograd.graph.saved_tensors_hooks):
         spec = tensor._spec if isinstance(tensor, DTensor) else None
         local = _local_of(tensor)
         if found not in self._made:
-            kept = self._kept(local, found)
+            activation = self._sharded(local, found)
             key = self._mesh, groups.key_of_mesh(self._mesh)
-            self._made[found] = kept, _meshes.get_or_make(key, lambda: _OnMesh(self._mesh)).add(kept)
-        kept, sequence = self._made[found]
-        kept.num_saved += 1
-        return _Saved(kept, sequence, local.size(), local.stride(), local.storage_offset() - found.begin, spec)
+            self._made[found] = activation, _meshes.get_or_make(key, lambda: _OnMesh(self._mesh)).add(activation)
+        activation, sequence = self._made[found]
+        activation.num_saved += 1
+        return _Saved(activation, sequence, local.size(), local.stride(), local.storage_offset() - found.begin, spec)
 
     def _span_of(self, tensor: torch.Tensor) -> _Span | None:
         """Returns the memory to shard when this tensor is saved, or None to save the tensor in full."""
@@ -115,7 +115,7 @@ class checkpoint_cut(torch.autograd.graph.saved_tensors_hooks):
         span = _span(tensor)
         return None if span is None else next((outer for outer in self._given if outer.holds(span)), None)
 
-    def _kept(self, local: torch.Tensor, span: _Span) -> _ShardedActivation:
+    def _sharded(self, local: torch.Tensor, span: _Span) -> _ShardedActivation:
         """Returns a new sharded activation, from a span of the tensor's memory."""
         memory = local.detach().as_strided((span.numel,), (1,), span.begin)
         full, cut = _layouts(self._mesh, span.numel, span.dtype)
@@ -167,9 +167,9 @@ def _local_of(tensor: torch.Tensor) -> torch.Tensor:
     return waited
 
 
-def _named(number: int, tensor: Any, mesh: DeviceMesh) -> _Span | None:
-    """Returns the memory of argument `tensors[number]`; None for a DTensor. Raises ValueError if it is unsuitable."""
-    name = f"tensors[{number}]"
+def _named(index: int, tensor: Any, mesh: DeviceMesh) -> _Span | None:
+    """Returns the memory of argument `tensors[index]`; None for a DTensor. Raises ValueError if it is unsuitable."""
+    name = f"tensors[{index}]"
     if isinstance(tensor, DTensor):
         if not is_equal_on(tensor.device_mesh, tuple(tensor.placements), mesh):
             placed = f"{tuple(tensor.placements)} on {tensor.device_mesh}"
@@ -179,18 +179,18 @@ def _named(number: int, tensor: Any, mesh: DeviceMesh) -> _Span | None:
     return _span(tensor)
 
 
-@executables.kept
+@executables.cached
 def is_equal_on(of: DeviceMesh, placements: tuple[Any, ...], over: DeviceMesh) -> bool:
     """Returns true if DTensors with `placements` on mesh `of` have equal shards on all ranks of mesh `over`."""
     mesh = Mesh(of)
-    places = [mesh.coordinate(rank) for rank in Mesh(over).ranks]
-    if any(place is None for place in places):
+    coordinates = [mesh.coordinate(rank) for rank in Mesh(over).ranks]
+    if any(coordinate is None for coordinate in coordinates):
         return False
     dims = [dim for dim, placement in enumerate(placements) if not placement.is_replicate()]
-    return len({tuple(place[dim] for dim in dims) for place in places if place is not None}) == 1
+    return len({tuple(coordinate[dim] for dim in dims) for coordinate in coordinates if coordinate is not None}) == 1
 
 
-@executables.kept
+@executables.cached
 def _layouts(mesh: DeviceMesh, numel: int, dtype: torch.dtype) -> tuple[_planner.Layout, _planner.Layout]:
     """Returns two layouts of `numel` elements of memory: replicated, and sharded over all dims of a mesh."""
     on = Mesh(mesh)
@@ -201,8 +201,8 @@ def _compare_values(mesh: DeviceMesh, local: torch.Tensor) -> None:
     """Raises an error if the tensor's bits differ between the ranks of the mesh (sw.debug.check_ranks)."""
     bits = local.detach().contiguous().cpu().flatten().view(torch.uint8)
     digest = hashlib.sha256(bytes(bits.tolist())).hexdigest()[:16]
-    said = {"tensor": f"{str(local.dtype).removeprefix('torch.')}{list(local.shape)}", "values": digest}
-    checking.compare_calls(Statement("cut of an activation", said), Mesh(mesh).ranks, dist.get_rank())
+    fields = {"tensor": f"{str(local.dtype).removeprefix('torch.')}{list(local.shape)}", "values": digest}
+    checking.compare_calls(Statement("cut of an activation", fields), Mesh(mesh).ranks, dist.get_rank())
 
 
 class _ShardedActivation:
@@ -254,7 +254,7 @@ class _ShardedActivation:
 class _Saved(NamedTuple):
     """The object that autograd holds for a saved tensor: a view of a sharded activation."""
 
-    kept: _ShardedActivation
+    activation: _ShardedActivation
     sequence: _Sequence  # kept alive while any tensor of it can be unpacked
     size: torch.Size
     stride: tuple[int, ...]
@@ -267,7 +267,7 @@ def _unpack(saved: Any) -> torch.Tensor:
     if type(saved) is not _Saved:
         return reads.unpack(saved)
     with torch.no_grad():
-        local = saved.kept.unpack(saved.sequence).as_strided(saved.size, saved.stride, saved.offset)
+        local = saved.activation.unpack(saved.sequence).as_strided(saved.size, saved.stride, saved.offset)
     return local if saved.spec is None else DTensor(local, saved.spec, requires_grad=False)  # type: ignore[call-arg]
 
 
@@ -287,29 +287,29 @@ class _Sequence:
         # Numbers in the order of the last backward. None once this backward differs from it; `_reached` replaces it.
         self._planned: list[int] | None = []
 
-    def add(self, kept: _ShardedActivation) -> None:
+    def add(self, activation: _ShardedActivation) -> None:
         """Adds an activation that was packed, and numbers it."""
-        kept.number = len(self._seen)
-        self._seen.append(kept.looks)
+        activation.number = len(self._seen)
+        self._seen.append(activation.looks)
         if len(self._seen) <= self._on.longest:
-            self._held[kept.number] = kept
+            self._held[activation.number] = activation
         else:
             self._held.clear()
 
-    def reach(self, kept: _ShardedActivation, device: torch.device) -> _ShardedActivation | None:
+    def reach(self, activation: _ShardedActivation, device: torch.device) -> _ShardedActivation | None:
         """Notes that the backward needs this activation. Returns the next one, to gather ahead, or None."""
         if not self.is_closed:
             self.is_closed = True
             self._planned = self._on.order_of(tuple(self._seen), device)
-        self._held.pop(kept.number, None)
-        if kept.was_needed:  # by an earlier backward through the same graph
+        self._held.pop(activation.number, None)
+        if activation.was_needed:  # by an earlier backward through the same graph
             return None
-        kept.was_needed = True
+        activation.was_needed = True
         at = len(self._reached)
-        if self._planned is not None and self._planned[at : at + 1] != [kept.number]:
+        if self._planned is not None and self._planned[at : at + 1] != [activation.number]:
             self._planned = None
             self._on.orders[tuple(self._seen)] = self._reached
-        self._reached.append(kept.number)
+        self._reached.append(activation.number)
         following = [] if self._planned is None else self._planned[at + 1 : at + 2]
         return self._held.get(following[0]) if following else None
 
@@ -323,11 +323,11 @@ class _OnMesh:
         self.orders: dict[tuple[str, ...], list[int]] = {}  # by sequence: the order in which it was unpacked
         self.longest = 0  # length of the longest sequence in `orders`
 
-    def add(self, kept: _ShardedActivation) -> _Sequence:
+    def add(self, activation: _ShardedActivation) -> _Sequence:
         """Adds an activation to the sequence that is being packed, or to a new one. Returns the sequence."""
         if self._current.is_closed or self._current.is_in_backward != is_in_backward():
             self._current = _Sequence(self, is_in_backward())
-        self._current.add(kept)
+        self._current.add(activation)
         return self._current
 
     def order_of(self, seen: tuple[str, ...], device: torch.device) -> list[int]:
@@ -338,10 +338,10 @@ class _OnMesh:
         known = self.orders.get(seen)
         if known is not None:
             return list(known)
-        said = {"number of activations": str(len(seen)), "activations": ", ".join(seen)}
+        fields = {"number of activations": str(len(seen)), "activations": ", ".join(seen)}
         differ = "have saved different activations"
         remedy = "Run the same blocks with the same tensors, in the same order, on all ranks of a mesh"
-        MeshWords(self._mesh, device).compare(Statement("sw.fsdp.checkpoint_cut", said, differ=differ, remedy=remedy))
+        MeshWords(self._mesh, device).compare(Statement("sw.fsdp.checkpoint_cut", fields, differ=differ, remedy=remedy))
         if len(self.orders) >= _MAX_ORDERS:
             del self.orders[next(iter(self.orders))]
         self.longest = max(self.longest, len(seen))

@@ -125,17 +125,17 @@ def fully_shard(
     kept_ranks_of(reshard_after_forward, data)
     host = offload.host_of(offloaded, data.mesh.device_type)
     placing = Placing(data, shard_placement_fn, options, reshard_after_forward, host is not None)
-    layouts = [placing.layouts_of(places[0][2], parameter) for parameter, places in found]
+    layouts = [placing.layouts_of(sites[0][2], parameter) for parameter, sites in found]
     dtypes_of = _dtypes_by(policy, options.matmul_format)
     carried = [
-        dtypes_of(places[0][2], parameter, [place[:2] for place in places], placed)
-        for (parameter, places), placed in zip(found, layouts, strict=True)
+        dtypes_of(sites[0][2], parameter, [site[:2] for site in sites], placed)
+        for (parameter, sites), placed in zip(found, layouts, strict=True)
     ]
     made = []
     with torch.no_grad():
-        for (parameter, places), placed, (in_dtypes, product) in zip(found, layouts, carried, strict=True):
-            owners = [place[:2] for place in places]
-            weight = Weight(places[0][2], parameter, owners, placed, in_dtypes, host, product)
+        for (parameter, sites), placed, (in_dtypes, product) in zip(found, layouts, carried, strict=True):
+            owners = [site[:2] for site in sites]
+            weight = Weight(sites[0][2], parameter, owners, placed, in_dtypes, host, product)
             setattr(parameter, GIVEN, True)
             setattr(weight.sharded, SHARDED, True)
             made.append(weight)
@@ -159,7 +159,7 @@ def _register(module: nn.Module, state: _State) -> None:
 
 def _watch_state_dicts(state: _State) -> None:
     """Adds hooks: state dicts see sharded parameters, and loaded ones may have other dtypes or devices."""
-    for owner in {owner: None for weight in state.unit.weights for owner, _ in weight.places}:
+    for owner in {owner: None for weight in state.unit.weights for owner, _ in weight.owners}:
         owner.register_state_dict_pre_hook(state.before_state_dict)
         owner.register_load_state_dict_pre_hook(state.before_state_dict)
         owner.register_load_state_dict_post_hook(state.after_conversion)
@@ -227,7 +227,7 @@ class _State:
         self._comm_ctx = object()  # torch's `share_comm_ctx` sets it; unused, as all units share their streams
         self._fsdp_param_groups = ()  # `share_comm_ctx` reads it
         self._state_ctx = SimpleNamespace(all_states=())  # pipeline stages of torch 2.11 read it
-        self._number = graphs.number_of(self)  # operators in compiled graphs refer to the unit by it
+        self._handle = graphs.handle_of(self)  # operators in compiled graphs refer to the unit by it
         unit.ready_runner = functools.partial(_runner_of, weakref.ref(self), weakref.ref(unit))
         self._why_not_in_graphs = graphs.why_not(unit)  # None: graphs may contain the unit's events
 
@@ -236,14 +236,14 @@ class _State:
         """Hook: casts the inputs, opens the unit and gathers it. Returns the inputs."""
         is_traced = torch.compiler.is_compiling()
         if is_traced and self._why_not_in_graphs is None:
-            return graphs.begin_forward(self._number, self.unit, self._cast_inputs(args, kwargs))
+            return graphs.begin_forward(self._handle, self.unit, self._cast_inputs(args, kwargs))
         return self._begin_forward(module, args, kwargs, is_traced or graphs.is_called_by_compiled_code(module))
 
     @graphs.traced_by_callers
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Hook: closes the unit. Returns the output, cast to output_dtype."""
         if torch.compiler.is_compiling() and self._why_not_in_graphs is None:
-            return self._cast_output(graphs.end_forward(self._number, self.unit, output))
+            return self._cast_output(graphs.end_forward(self._handle, self.unit, output))
         return self._end_forward(output)
 
     def _cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -467,7 +467,7 @@ def _check_can_gather(outermost: nn.Module, states: list[_State]) -> None:
         for state in states
         for weight in state.unit.weights
         if weight.part.is_meta
-        for module, name in weight.places[:1]
+        for module, name in weight.owners[:1]
     ]
     if on_meta:  # FSDP2's error text, with the remedy added
         raise RuntimeError(

@@ -343,7 +343,7 @@ def checked_modules(value: Any) -> tuple[nn.Module, ...]:
     return modules
 
 
-Place = tuple[nn.Module, str, str]  # owning module, name in it, full name
+Site = tuple[nn.Module, str, str]  # of a parameter: owning module, name in it, full name
 
 
 def checked_ignored(value: Any) -> set[int]:
@@ -356,16 +356,16 @@ def checked_ignored(value: Any) -> set[int]:
     return {id(parameter) for parameter in parameters}
 
 
-def parameters_of(modules: tuple[nn.Module, ...], ignored: set[int]) -> list[tuple[nn.Parameter, list[Place]]]:
-    """Returns the parameters that belong to no unit yet, each with its places in modules."""
-    found: dict[int, tuple[nn.Parameter, list[Place]]] = {}
+def parameters_of(modules: tuple[nn.Module, ...], ignored: set[int]) -> list[tuple[nn.Parameter, list[Site]]]:
+    """Returns the parameters that belong to no unit yet, each with its sites."""
+    found: dict[int, tuple[nn.Parameter, list[Site]]] = {}
     visited: set[int] = set()
     inner = (getattr(each, ATTRIBUTE, None) for root in modules for each in root.modules())
     units = {id(state): state.unit for state in inner if state is not None}
     # Modules under torch's `replicate` are skipped, as in FSDP2.
     others = (each for root in modules for each in root.modules() if "replicate" in (_get_registry(each) or {}))
     visited |= {id(inner) for other in others for inner in other.modules()}
-    taken = {(owner, name) for unit in units.values() for weight in unit.weights for owner, name in weight.places}
+    taken = {(owner, name) for unit in units.values() for weight in unit.weights for owner, name in weight.owners}
     for index, root in enumerate(modules):
         for prefix, owner in root.named_modules():
             if id(owner) in visited:

@@ -89,7 +89,7 @@ class Product:
         if key not in self._calls:
             call = bind(self._make(*key).to_text(self.schedule), self._model, self._where)
             call = dataclasses.replace(call, rows_are_own=True)
-            executables.keep(self._calls, key, call, _MAX_CALLS)
+            executables.store(self._calls, key, call, _MAX_CALLS)
         (result,) = self._calls[key](inputs)
         return result
 
@@ -115,7 +115,7 @@ class ChunkedWeight:
 
     @property
     def module(self) -> Any:
-        return self.weight.places[0][0]
+        return self.weight.owners[0][0]
 
     @property
     def chunk_bytes(self) -> int:
@@ -303,10 +303,10 @@ class UnitInChunks:
         """Raises an error if ranks have called the modules a different number of times in this step."""
         for mesh in dict.fromkeys(each.weight.mesh for each in self.weights):
             ours = [each for each in self.weights if each.weight.mesh == mesh]
-            said = {e.weight.name: f"{e.num_products} calls{', read elsewhere' if e.was_read else ''}" for e in ours}
+            calls = {e.weight.name: f"{e.num_products} calls{', read elsewhere' if e.was_read else ''}" for e in ours}
             differ = "have called modules whose gradients are reduced in chunks a different number of times in a step"
             words = MeshWords(mesh, ours[0].weight.memory.device)
-            words.compare(Statement("chunked", said, differ=differ))
+            words.compare(Statement("chunked", calls, differ=differ))
 
     def has(self, weight: Weight) -> bool:
         """Returns true if the unit may transfer this weight in chunks."""
@@ -344,8 +344,8 @@ def _uncut(plan: _planner.Plan, rows: int, dim: int) -> Layout:
 
 def _chunked(weight: Weight) -> ChunkedWeight | None:
     """Returns None unless a single `nn.Linear` has the weight, its rows are sharded, and it is gathered in place."""
-    module, name = weight.places[0]
-    if len(weight.places) > 1 or name != "weight" or not is_linear(module):
+    module, name = weight.owners[0]
+    if len(weight.owners) > 1 or name != "weight" or not is_linear(module):
         return None
     is_plain = not isinstance(weight.whole, DTensor) and not weight.is_held and weight.kept is None
     if not is_plain or weight.extension is not None or weight.gather.buffers(weight.use):

@@ -134,12 +134,12 @@ class Extension:
         """Sizes of the gathered tensors; empty before the first gather."""
         return [output.numel() * output.itemsize for output in self._outputs]
 
-    def start(self, part: torch.Tensor, places: Sequence[tuple[torch.Tensor, int]]) -> None:
+    def start(self, part: torch.Tensor, buffers: Sequence[tuple[torch.Tensor, int]]) -> None:
         """Calls fsdp_pre_all_gather, and starts to gather the tensors that it returns.
 
         Args:
             part: this rank's shard.
-            places: memory (bytes) and an offset in it, for each gathered tensor; empty in the first gather.
+            buffers: memory (bytes) and an offset in it, for each gathered tensor; empty in the first gather.
         """
         self._part = part.to(self._device)
         inputs, self._metadata = self._pre_all_gather(self._part)
@@ -149,7 +149,7 @@ class Extension:
         if not self._outputs:
             self._outputs = [each.new_empty(each.numel() * count) for each in self._sent]
         else:
-            for output, (memory, offset) in zip(self._outputs, places or self._own_places(), strict=True):
+            for output, (memory, offset) in zip(self._outputs, buffers or self._own_buffers(), strict=True):
                 _runtime.view_arena(output, memory, offset)
         self._works = []
         for sent, output in zip(self._sent, self._outputs, strict=True):
@@ -160,7 +160,7 @@ class Extension:
             src, dst = (Layout(self._layouts.use.mesh, [size * count], p, torch.uint8) for p in (parts, whole))
             self._works.append(self._move(src, dst, sent.view(-1).view(torch.uint8), output.data.view(torch.uint8)))
 
-    def _own_places(self) -> list[tuple[torch.Tensor, int]]:
+    def _own_buffers(self) -> list[tuple[torch.Tensor, int]]:
         """Returns newly allocated memory for each gathered tensor, outside the arena."""
         return [(torch.empty(size, dtype=torch.uint8, device=self._device), 0) for size in self.output_bytes]
 

@@ -12,7 +12,7 @@ blocks:
 
     scales   [N / 128, blocks / 4, 32, 4, 4]; of row r and block b: [r // 128, b // 4, r % 32, r % 128 // 32, b % 4]
 
-N and K are the rows and columns of the weight. The *place* of a weight (weights.py) has its scales in that order.
+N and K are the rows and columns of the weight. `Weight.scales` has the scales of a weight in that order.
 
 While the weight is in use, its module has a subclass of its class. The first read of the weight other than by a matmul
 decodes it, in this use and in all later ones.
@@ -43,7 +43,7 @@ class Float8Product:
 
     def __init__(self, columns: int, is_rowwise: bool) -> None:
         self.is_rowwise = is_rowwise
-        self.place_bytes = 0  # no buffer: received scales are used as they are
+        self.scales_bytes = 0  # no buffer: received scales are used as they are
         # A matmul reads bytes beyond the last row. They only affect result columns that are dropped.
         self.padding_bytes = ROW_MULTIPLE * max(columns + -columns % ROW_MULTIPLE, torch.float32.itemsize)
 
@@ -52,7 +52,7 @@ class Float8Product:
 
     def begin(self, weight: Weight) -> None:
         """Makes the module multiply by the received codes from now on."""
-        module: Any = weight.places[0][0]
+        module: Any = weight.owners[0][0]
         if _WEIGHT not in vars(module):
             original: Any = type(module)
             module.__class__ = _in_float8(original)
@@ -60,7 +60,7 @@ class Float8Product:
 
     def end(self, weight: Weight) -> None:
         """Undoes `begin`: gives the modules their own classes back."""
-        for module, _ in weight.places:
+        for module, _ in weight.owners:
             module.__dict__.pop(OWN_PRODUCT, None)
             if module.__dict__.pop(_WEIGHT, None) is not None:
                 module.__class__ = type(module).__mro__[2]  # after the subclass and _LinearInFloat8
@@ -84,9 +84,9 @@ class Float8Product:
 
     def rows_at_a_time(self, weight: Weight, multiple: int = 1) -> Iterator[slice]:
         """Returns slices of the rows to decode at a time; they begin at multiples of `multiple`."""
-        number, length = weight.whole.shape
+        num_rows, length = weight.whole.shape
         step = max(1, _ELEMENTS_AT_A_TIME // max(1, length) // multiple) * multiple
-        return (slice(begin, min(begin + step, number)) for begin in range(0, number, step))
+        return (slice(begin, min(begin + step, num_rows)) for begin in range(0, num_rows, step))
 
     def written(self, weight: Weight, some: slice) -> torch.Tensor:
         """Returns some rows of the weight, decoded to float32."""
@@ -108,8 +108,8 @@ class Float8Product:
         """Returns a view of the received codes, as bytes, including the padding after the last row."""
         assert weight.gather.arrived is not None
         code = weight.gather.arrived[0][0]
-        number = code.size(0) + -code.size(0) % ROW_MULTIPLE
-        return code.as_strided((number, code.size(1)), code.stride())
+        num_rows = code.size(0) + -code.size(0) % ROW_MULTIPLE
+        return code.as_strided((num_rows, code.size(1)), code.stride())
 
 
 _TILE = 128  # number of rows whose scales cuBLAS reads together
@@ -127,37 +127,37 @@ class BlockProduct(Float8Product):
     The weight has shape [number, columns], and one scale for each `block` elements of a row.
     """
 
-    def __init__(self, number: int, columns: int, block: int) -> None:
+    def __init__(self, num_rows: int, columns: int, block: int) -> None:
         super().__init__(columns, False)
-        self._tiles = -(-number // _TILE), -(-columns // (SCALES_TOGETHER * block))  # of 128 rows and 4 blocks
+        self._tiles = -(-num_rows // _TILE), -(-columns // (SCALES_TOGETHER * block))  # of 128 rows and 4 blocks
         scales_in_row = SCALES_TOGETHER * self._tiles[1]
         # Matmuls read codes in multiples of 16 rows, scales in tiles, past the last row.
         self.padding_bytes = max(ROW_MULTIPLE * block, _TILE) * scales_in_row
-        # `Weight.place`: the scales in the order that cuBLAS reads.
-        self.place_bytes = _TILE * self._tiles[0] * scales_in_row
+        # `Weight.scales`: the scales in the order that cuBLAS reads.
+        self.scales_bytes = _TILE * self._tiles[0] * scales_in_row
 
     def land(self, weight: Weight) -> None:
-        """Copies the received scales to `Weight.place`, in the order that cuBLAS reads."""
+        """Copies the received scales to `Weight.scales`, in the order that cuBLAS reads."""
         if weight.gather.arrived is not None:
             scales = weight.gather.arrived[0][1]
             rows = scales.as_strided((self._tiles[0] * _TILE, scales.size(1)), scales.stride())
-            self._place(weight).copy_(in_tiles(rows))
+            self._scales_of(weight).copy_(in_tiles(rows))
 
     def multiply(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
-        form, number = weight.gather.format, weight.whole.size(0)
+        form, num_rows = weight.gather.format, weight.whole.size(0)
         assert isinstance(form, InBlocks) and weight.gather.arrived is not None
         reason = _why_no_blocks(x.device.type, form)
         if reason is None and x.size(0) > 0:
             scale = form.scale_of(form.largest(x)) if form.needs_largest else None
             code, rows = form.encode(x, scale)
-            y = _scaled_mm(form, (code, _in_place(rows)), (self._codes(weight), self._place(weight)), x.dtype)[
-                :, :number
+            y = _scaled_mm(form, (code, _in_place(rows)), (self._codes(weight), self._scales_of(weight)), x.dtype)[
+                :, :num_rows
             ]
             its = weight.gather.arrived[1]
             return (y if scale is None or its is None else y.float() * (scale * its)).to(x.dtype)
         if reason is not None:
             counters.count_product_fallback(f"{form.name} weights as received on {x.device.type}: {reason}")
-        y = x.new_empty(x.size(0), number)
+        y = x.new_empty(x.size(0), num_rows)
         for some in self.rows_at_a_time(weight):
             y[:, some] = x @ self.written(weight, some).to(x.dtype).t()
         return y
@@ -167,16 +167,16 @@ class BlockProduct(Float8Product):
 
     def written(self, weight: Weight, some: slice) -> torch.Tensor:
         assert weight.gather.arrived is not None
-        tiles = self._place(weight)[some.start // _TILE : -(-some.stop // _TILE)]
+        tiles = self._scales_of(weight)[some.start // _TILE : -(-some.stop // _TILE)]
         scales = tiles.permute(0, 3, 2, 1, 4).reshape(-1, SCALES_TOGETHER * self._tiles[1])[: some.stop - some.start]
         out = torch.empty(scales.size(0), weight.whole.size(1), device=scales.device)
         weight.gather.format.decode([self._codes(weight)[some], scales], weight.gather.arrived[1], out)
         return out
 
-    def _place(self, weight: Weight) -> torch.Tensor:
+    def _scales_of(self, weight: Weight) -> torch.Tensor:
         """Returns the scales in tiles (shape: see `in_tiles`), as bytes."""
-        assert weight.place is not None
-        return weight.place[: self.place_bytes].view(*self._tiles, 32, 4, SCALES_TOGETHER)
+        assert weight.scales is not None
+        return weight.scales[: self.scales_bytes].view(*self._tiles, 32, 4, SCALES_TOGETHER)
 
 
 def _in_place(scales: torch.Tensor) -> torch.Tensor:
@@ -270,7 +270,7 @@ class _Multiply(torch.autograd.Function):
 
 
 def product_of(
-    name: str, parameter: nn.Parameter, places: Sequence[tuple[nn.Module, str]], layouts: Layouts, dtypes: Dtypes
+    name: str, parameter: nn.Parameter, owners: Sequence[tuple[nn.Module, str]], layouts: Layouts, dtypes: Dtypes
 ) -> tuple[Dtypes, Float8Product | None]:
     """Returns dtypes with a padded message format, and the matmul of a weight; `dtypes` and None if it is unsuitable.
 
@@ -281,10 +281,10 @@ def product_of(
         ValueError: `torch._scaled_mm` does not support the format on this device type, or the unit keeps a copy of the
             weight after forwards.
     """
-    module, own_name = places[0]
+    module, own_name = owners[0]
     is_weight = own_name == "weight" and is_linear(module)
     is_plain = (
-        len(places) == 1 and not isinstance(parameter, DTensor) and not set(layouts.shards.placements) - {"R", "S(0)"}
+        len(owners) == 1 and not isinstance(parameter, DTensor) and not set(layouts.shards.placements) - {"R", "S(0)"}
     )
     if not (is_weight and is_plain and isinstance(dtypes.gathers, (Float8, InBlocks))) or parameter.numel() == 0:
         return dtypes, None

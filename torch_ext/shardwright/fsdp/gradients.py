@@ -196,13 +196,13 @@ class Gradients:
         Returns the part; None if `over_replicas` is False and the shard waits for the sum over replicas.
         """
         if self._part is not None:
-            kept, self._part = self._part, None
-            if kept[1] != layout:
+            earlier, self._part = self._part, None
+            if earlier[1] != layout:
                 raise RuntimeError(
                     "gradients of a weight must have the same placements in all backwards without all-reduce, got "
-                    f"{layout.placements} after {kept[1].placements}"
+                    f"{layout.placements} after {earlier[1].placements}"
                 )
-            part += kept[0]
+            part += earlier[0]
         if not over_replicas and layout != self._shards:
             self._part = part, layout
             return None

@@ -13,9 +13,9 @@ the same transfers in the same order, however a compiler reorders independent op
 `fsdp_after` returns a tensor, such as a weight, that may be read only after an event: it is the same tensor, but its
 readers depend on the event. The schema declares an alias, so compilers do not reuse its memory.
 
-`unit` is a number in this process. The first four operators are *events*. Those that return a tensor return the number
-of a forward, in a CPU tensor, which is `event` of `fsdp_after` and `forward` of later events. `records` is true if
-autograd records the forward.
+`unit` is a handle: an integer that is valid in this process. The first four operators are *events*. Those that return a
+tensor return the handle of a forward, in a CPU tensor, which is `event` of `fsdp_after` and `forward` of later events.
+`records` is true if autograd records the forward.
 """
 
 from __future__ import annotations
@@ -46,29 +46,29 @@ from .units import Unit, is_in_backward
 
 
 class InGraphs(Protocol):
-    """A unit that operators refer to by number, and access to the runner of its model."""
+    """A unit that operators refer to by handle, and access to the runner of its model."""
 
     unit: Unit
 
     def ready_runner(self, outermost: Any = None, converts: bool = True) -> Runner: ...
 
 
-_numbers = itertools.count()
-_known: weakref.WeakValueDictionary[int, InGraphs] = weakref.WeakValueDictionary()  # units by number
+_handles = itertools.count()
+_known: weakref.WeakValueDictionary[int, InGraphs] = weakref.WeakValueDictionary()  # units by handle
 
 
-def number_of(in_graphs: InGraphs) -> int:
-    """Returns a new number. Operators find the object by it while the object lives."""
-    number = next(_numbers)
-    _known[number] = in_graphs
-    return number
+def handle_of(in_graphs: InGraphs) -> int:
+    """Returns a new handle (an integer). Operators find the object by it while the object lives."""
+    handle = next(_handles)
+    _known[handle] = in_graphs
+    return handle
 
 
-def _found(number: int) -> tuple[Runner, Unit]:
-    """Returns the runner and the unit of a number. Raises RuntimeError if the model was freed."""
-    known = _known.get(number)
+def _found(handle: int) -> tuple[Runner, Unit]:
+    """Returns the runner and the unit of a handle. Raises RuntimeError if the model was freed."""
+    known = _known.get(handle)
     if known is None:
-        raise RuntimeError(f"unit must be the number of a unit of an existing model in this process, got {number}")
+        raise RuntimeError(f"unit must be the handle of a unit of an existing model in this process, got {handle}")
     return known.ready_runner(converts=False), known.unit
 
 
@@ -132,8 +132,8 @@ def _undone_on_error(runner: Runner) -> Iterator[None]:
         raise
 
 
-def _as_tensor(number: int) -> torch.Tensor:
-    return torch.tensor([number], device="cpu")
+def _as_tensor(handle: int) -> torch.Tensor:
+    return torch.tensor([handle], device="cpu")
 
 
 def _after(tensor: torch.Tensor, event: torch.Tensor) -> torch.Tensor:
@@ -300,12 +300,12 @@ def _end(unit: int, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return found
 
 
-def begin_forward(number: int, unit: Unit, arguments: Any) -> Any:
+def begin_forward(handle: int, unit: Unit, arguments: Any) -> Any:
     """Records the beginning of a forward. Returns its arguments, and gives the modules their full weights."""
     flat, spec = tree_flatten(arguments)
     where = [i for i, value in enumerate(flat) if isinstance(value, torch.Tensor) and value.requires_grad]
     inputs = [flat[i] for i in where]
-    found = _begin(number, torch.is_grad_enabled(), len(where), *inputs, *[each.whole for each in unit.weights])
+    found = _begin(handle, torch.is_grad_enabled(), len(where), *inputs, *[each.whole for each in unit.weights])
     for i, tensor in zip(where, found[: len(where)]):
         flat[i] = tensor
     for weight, tensor in zip(unit.weights, found[len(where) :]):
@@ -314,7 +314,7 @@ def begin_forward(number: int, unit: Unit, arguments: Any) -> Any:
     return tree_unflatten(flat, spec)
 
 
-def end_forward(number: int, unit: Unit, output: Any) -> Any:
+def end_forward(handle: int, unit: Unit, output: Any) -> Any:
     """Records the end of a forward. Returns its output, and gives the modules their sharded parameters back."""
     tensors: list[torch.Tensor] = []
 
@@ -325,7 +325,7 @@ def end_forward(number: int, unit: Unit, output: Any) -> Any:
     flat, spec = tree_flatten(output)
     for leaf in flat:
         mapped(collect, leaf)
-    passed = iter(_end(number, *tensors))
+    passed = iter(_end(handle, *tensors))
     flat = [mapped(lambda _: next(passed), leaf) for leaf in flat]
     for weight in unit.weights:
         for parameters, name in weight._slots:

@@ -26,7 +26,7 @@ from .gradients import Reduction
 from .units import Unit
 from .weights import Weight
 
-Place = tuple[int, int]  # index of a unit, and of a weight in it
+WeightIndex = tuple[int, int]  # indices of a unit and of a weight in it
 
 
 class Reductions:
@@ -37,21 +37,21 @@ class Reductions:
         self._device = device
         self._under_way: list[tuple[int, Reduction]] = []  # (last use before the wait, reduction)
         self._started: list[tuple[int, tuple[int, ...]]] = []  # in this backward: (unit index, weight indices)
-        self._used: set[Place] = set()  # weights that had a gradient on some rank at the latest `_agree`
-        self._on_mesh: dict[DeviceMesh, list[Place]] = {}
-        for number, unit in enumerate(units):
+        self._used: set[WeightIndex] = set()  # weights that had a gradient on some rank at the latest `_agree`
+        self._on_mesh: dict[DeviceMesh, list[WeightIndex]] = {}
+        for unit_index, unit in enumerate(units):
             for which, weight in enumerate(unit.weights):
-                self._on_mesh.setdefault(weight.mesh, []).append((number, which))
+                self._on_mesh.setdefault(weight.mesh, []).append((unit_index, which))
 
-    def start(self, number: int, which: Sequence[int] | None = None) -> Reduction | None:
-        """Starts to reduce gradients of unit number `number`. Returns None if there is nothing to reduce.
+    def start(self, unit_index: int, which: Sequence[int] | None = None) -> Reduction | None:
+        """Starts to reduce gradients of a unit. Returns None if there is nothing to reduce.
 
         `which`: indices of weights; default: weights that had a gradient on some rank in the latest backward.
         """
-        unit = self._units[number]
+        unit = self._units[unit_index]
         if which is None:
             which = [i for i, weight in enumerate(unit.weights) if weight.is_expected and weight.sharded.requires_grad]
-        self._started.append((number, tuple(which)))
+        self._started.append((unit_index, tuple(which)))
         return unit.start_reduction([unit.weights[i] for i in which])
 
     def add(self, last_use: int, reduction: Reduction) -> None:
@@ -81,15 +81,15 @@ class Reductions:
         reducing = [unit for unit in self._units if unit.unit_options.reduces]
         if not any(weight.sharded.requires_grad for unit in reducing for weight in unit.weights):
             return
-        for number, late in self._agree().items():
-            reduction = self.start(number, late)
+        for unit_index, late in self._agree().items():
+            reduction = self.start(unit_index, late)
             if reduction is not None:
                 self.add(0, reduction)
         self.finish()
-        for number in dict.fromkeys(number for number, _ in self._started):
-            unit = self._units[number]
+        for unit_index in dict.fromkeys(unit_index for unit_index, _ in self._started):
+            unit = self._units[unit_index]
             for which, weight in enumerate(unit.weights):
-                weight.is_expected = (number, which) in self._used or unit.unit_options.reduces_unused
+                weight.is_expected = (unit_index, which) in self._used or unit.unit_options.reduces_unused
                 weight.decide(weight.is_expected)
         self._started = []
 
@@ -98,41 +98,41 @@ class Reductions:
         is_captured = self._device.type != "cpu" and _runtime.is_capturing(self._device.type)
         late: dict[int, list[int]] = {}  # by unit: weights that were not reduced yet
         self._used = set()
-        for mesh, places in self._on_mesh.items():
-            said = self._digest(mesh) + bytes(flag for place in places for flag in self._flags(place))
+        for mesh, indices in self._on_mesh.items():
+            table = self._digest(mesh) + bytes(flag for index in indices for flag in self._flags(index))
             if not is_captured:
-                said = bytes(MeshWords(mesh, self._device).largest(said))
-            self._check(mesh, said)
-            for i, place in enumerate(places):
-                arrived, waits = said[2 * _DIGEST_BYTES + 2 * i : 2 * _DIGEST_BYTES + 2 * i + 2]
+                table = bytes(MeshWords(mesh, self._device).largest(table))
+            self._check(mesh, table)
+            for i, index in enumerate(indices):
+                arrived, waits = table[2 * _DIGEST_BYTES + 2 * i : 2 * _DIGEST_BYTES + 2 * i + 2]
                 if arrived or waits:
-                    self._used.add(place)
+                    self._used.add(index)
                 if waits:
-                    late.setdefault(place[0], []).append(place[1])
+                    late.setdefault(index[0], []).append(index[1])
         if is_captured and late:
-            names = [self._weight((number, which)).name for number, several in late.items() for which in several]
+            names = [self._weight((unit, which)).name for unit, several in late.items() for which in several]
             raise RuntimeError(
                 "the captured backward must use the same weights as the steps before the capture, got gradients also "
                 f"of {', '.join(names)}; run a step that uses them before the capture"
             )
         return late
 
-    def _weight(self, place: Place) -> Weight:
-        return self._units[place[0]].weights[place[1]]
+    def _weight(self, index: WeightIndex) -> Weight:
+        return self._units[index[0]].weights[index[1]]
 
-    def _flags(self, place: Place) -> tuple[bool, bool]:
+    def _flags(self, index: WeightIndex) -> tuple[bool, bool]:
         """Returns two flags for this rank: it had a gradient of the weight; that gradient must still be reduced."""
-        weight = self._weight(place)
-        return weight.had_gradient, weight.has_gradient and self._units[place[0]].unit_options.reduces
+        weight = self._weight(index)
+        return weight.had_gradient, weight.has_gradient and self._units[index[0]].unit_options.reduces
 
     def _text(self, mesh: DeviceMesh) -> str:
         """Returns the reductions that this backward has started on a mesh, as text for an error."""
-        said = []
-        for number, which in self._started:
-            unit = self._units[number]
+        texts = []
+        for unit_index, which in self._started:
+            unit = self._units[unit_index]
             names = [unit.weights[i].name for i in which if unit.weights[i].mesh == mesh]
-            said.append(f"{unit.name} ({', '.join(names)})")
-        return "; ".join(said) or "none"
+            texts.append(f"{unit.name} ({', '.join(names)})")
+        return "; ".join(texts) or "none"
 
     def _digest(self, mesh: DeviceMesh) -> bytes:
         """Returns a digest of the reductions that were started on a mesh, followed by its bytewise complement.
@@ -143,9 +143,9 @@ class Reductions:
         digest = hashlib.blake2b(repr(started).encode(), digest_size=_DIGEST_BYTES).digest()
         return digest + bytes(255 - byte for byte in digest)
 
-    def _check(self, mesh: DeviceMesh, said: bytes) -> None:
-        """Raises ValueError on all ranks if digests differ. `said` begins with the bytewise maxima of `_digest`."""
-        pairs = zip(said[:_DIGEST_BYTES], said[_DIGEST_BYTES : 2 * _DIGEST_BYTES])
+    def _check(self, mesh: DeviceMesh, table: bytes) -> None:
+        """Raises ValueError on all ranks if digests differ. `table` begins with the bytewise maxima of `_digest`."""
+        pairs = zip(table[:_DIGEST_BYTES], table[_DIGEST_BYTES : 2 * _DIGEST_BYTES])
         if any(largest + complement != 255 for largest, complement in pairs):
             differ = "have reduced different gradients in this backward"
             remedy = "Run backwards of the same units, in the same order, on all ranks of a mesh"

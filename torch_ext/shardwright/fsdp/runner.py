@@ -291,9 +291,9 @@ class Runner:
     def _schedule(self, key: Key, uses: list[Use], timed: Times | None) -> StepSchedule:
         """Returns the schedule of a sequence. To StepSchedule, a unit is one weight. `timed`: None before times."""
         weights = []
-        for number, unit in enumerate(self.units):
+        for unit_index, unit in enumerate(self.units):
             in_arena = (0, 0) if unit.unit_options.keep_between_steps else (unit.use_bytes, unit.keep_bytes)
-            lasts = (0, 0, 0, 0) if timed is None else (unit.gather_ps, unit.reduce_ps, *timed.copies[number])
+            lasts = (0, 0, 0, 0) if timed is None else (unit.gather_ps, unit.reduce_ps, *timed.copies[unit_index])
             weights.append((unit.name, unit.sharded_bytes, *in_arena, unit.gradient_bytes, *lasts))
         all_ps = [0] * len(uses) if timed is None else timed.uses
         parts = [(use.units, use.kind, use.gradients, ps) for use, ps in zip(uses, all_ps, strict=True)]
@@ -310,12 +310,12 @@ class Runner:
         trains = key.records and key.kind == "forward"
         reduces = [does and not keeps for does, keeps in zip(key.reduces, key.keeps, strict=True)]
         forms = []
-        for number, each in enumerate(self._in_chunks):
-            gathers = trains and number not in self._recomputed  # a recomputation in the backward gathers it in full
-            made = [(which, i) for i, use in enumerate(uses) for unit, which in use.made if unit == number]
-            form = each.form(gathers, trains and reduces[number], made)
+        for unit_index, each in enumerate(self._in_chunks):
+            gathers = trains and unit_index not in self._recomputed  # a recomputation gathers it in full
+            made = [(which, i) for i, use in enumerate(uses) for unit, which in use.made if unit == unit_index]
+            form = each.form(gathers, trains and reduces[unit_index], made)
             if form is not None:
-                forms.append((number, *form))
+                forms.append((unit_index, *form))
         options.update(forms=forms, may_add_chunks=self.memory_limit is None)
         return StepSchedule(weights, parts, budget_bytes=budget, prefetch=self.prefetch, **options)
 
@@ -414,10 +414,10 @@ class Runner:
         self._gather_now(use.units, self._plan.in_chunks[index] if self._plan is not None else set())
         if use.kind == "backward":
             reduces = self._plan.reduces_in_chunks[index] if self._plan is not None else set()
-            for number in use.units if self._in_chunks else ():
-                self._in_chunks[number].begin_backward(number in reduces)
-                if self.units[number].chunks is not None:
-                    self._in_chunks[number].gather_full(which_were_read=True)
+            for unit_index in use.units if self._in_chunks else ():
+                self._in_chunks[unit_index].begin_backward(unit_index in reduces)
+                if self.units[unit_index].chunks is not None:
+                    self._in_chunks[unit_index].gather_full(which_were_read=True)
         if self._clock is not None:
             self._clock.mark()
 
@@ -435,10 +435,10 @@ class Runner:
 
     def _gather_now(self, needed: Iterable[int], in_chunks: set[int]) -> None:
         """Waits for the gathers of these units; starts those that were not started ahead."""
-        for number in needed:
-            unit = self.units[number]
+        for unit_index in needed:
+            unit = self.units[unit_index]
             unit.is_unsharded = False
-            is_other = unit.chunks is not None and number not in in_chunks
+            is_other = unit.chunks is not None and unit_index not in in_chunks
             if unit.is_resident and (unit.is_stale or is_other):
                 unit.release()
             if not unit.is_resident:
@@ -449,8 +449,8 @@ class Runner:
         """Ends a use: releases weights, and waits for the reductions that must end by then."""
         if self._clock is not None:
             self._clock.end()
-        for number in self._uses[index].units:
-            self._note_gradients(number)
+        for unit_index in self._uses[index].units:
+            self._note_gradients(unit_index)
         if self._plan is not None:
             for released in self._plan.releases.get(index, ()):
                 if self.units[released].is_held:
@@ -474,21 +474,21 @@ class Runner:
 
     def _start_reduction(self, unit: Unit) -> None:
         """Starts to reduce the unit's gradients after its backward, or keeps them if it does not reduce."""
-        number = self._index[id(unit)]
-        self._note_gradients(number)
+        unit_index = self._index[id(unit)]
+        self._note_gradients(unit_index)
         with torch.no_grad():
             if not unit.unit_options.reduces:
                 unit.keep_gradients()
                 return
-            reduction = self.reductions.start(number)
+            reduction = self.reductions.start(unit_index)
             if reduction is None:
                 return
             index = len(self._uses) - 1
             if self._uses:
-                self._uses[index].gradients.append(number)
+                self._uses[index].gradients.append(unit_index)
             if self._plan is None:
                 self.reductions.finish(index)  # without a schedule, one reduction runs at a time
-            finish = index if self._plan is None else self._plan.finishes.get((number, index), index)
+            finish = index if self._plan is None else self._plan.finishes.get((unit_index, index), index)
             self.reductions.add(finish, reduction)
 
 

@@ -196,9 +196,9 @@ class StepActivations:
         self._let_go: dict[int, tuple[int, int]] = {}  # by number: the turn and the use in which it was freed
         self._about: list[About] = []  # by number
 
-    def save(self, kept: Any, about: About) -> int:
+    def save(self, activation: Any, about: About) -> int:
         """Adds an activation that a forward saves; it must have a method `start_gather`. Returns its number."""
-        self._saved.append((weakref.ref(kept), self.use))
+        self._saved.append((weakref.ref(activation), self.use))
         self._about.append(about)
         return len(self._saved) - 1
 
@@ -207,8 +207,8 @@ class StepActivations:
         self.use = use
         if not as_planned:
             self._plan = None
-        for kept in self._starting(-1):
-            kept.start_gather()
+        for activation in self._starting(-1):
+            activation.start_gather()
 
     def begin_turn(self, number: int) -> list[Any] | None:
         """Notes that the backward needs an activation for the first time.
@@ -235,7 +235,7 @@ class StepActivations:
             if trigger == turn and (turn >= 0 or use == self.use) and number < len(self._saved)
         ]
         found = [self._saved[number][0]() for number in numbers]
-        return [kept for kept in found if kept is not None]
+        return [activation for activation in found if activation is not None]
 
     def end(self) -> None:
         """Ends the step: later unpacks of its activations do not follow the schedule."""
@@ -320,15 +320,15 @@ def are_same(uses: Sequence[Use], others: Sequence[Use]) -> bool:
 
 def gather_until(units: Sequence[Unit], uses: Sequence[Use]) -> list[int]:
     """Returns, by use, the last use whose gathers must have started by then (`set_modules_to_*_prefetch`)."""
-    index = {id(unit): number for number, unit in enumerate(units)}
+    index = {id(unit): unit_index for unit_index, unit in enumerate(units)}
     until = list(range(len(uses)))
     for i, use in enumerate(uses):
         for opened in use.units:
             if use.kind == "recompute" or (i > 0 and opened in uses[i - 1].units):
                 continue
             for wished in units[opened].unit_options.prefetch(use.kind):
-                number = index.get(id(wished))
-                following = (j for j in range(i + 1, len(uses)) if number in uses[j].units)
+                unit_index = index.get(id(wished))
+                following = (j for j in range(i + 1, len(uses)) if unit_index in uses[j].units)
                 until[i] = max(until[i], next(following, i))
     return until
 

@@ -259,7 +259,7 @@ class Unit:
     @property
     def can_convert(self) -> bool:
         """True if all parameters are on a device from which they can be gathered, or on meta."""
-        return all(weight.has_place for weight in self.weights)
+        return all(weight.is_gatherable for weight in self.weights)
 
     def convert(self, dtypes_of: DtypesOf) -> None:
         """Sets up the weights again whose parameters have another dtype or device. Must be called between steps."""
@@ -427,8 +427,8 @@ def forget_written_copies(units: Sequence[Unit], device: torch.device) -> None:
     if device.type != "cpu" and _runtime.is_capturing(device.type):
         return  # a capture can compare versions only
     for mesh, on_mesh in _by_mesh([unit for unit in units if unit.has_copies]).items():
-        said = MeshWords(mesh, device).largest(bytes(unit.was_written() for unit in on_mesh))
-        for unit, is_written in zip(on_mesh, said, strict=True):
+        was_written = MeshWords(mesh, device).largest(bytes(unit.was_written() for unit in on_mesh))
+        for unit, is_written in zip(on_mesh, was_written, strict=True):
             if is_written:
                 unit.forget_copies()
 
@@ -441,7 +441,7 @@ def check_same(units: Sequence[Unit], options: Mapping[str, object], device: tor
     """
     for mesh, on_mesh in _by_mesh(units).items():
         described = {f"unit {i}": f"{unit.name}: {unit.description}" for i, unit in enumerate(on_mesh)}
-        fields = {"number of units": len(on_mesh), **{name: str(said) for name, said in options.items()}, **described}
+        fields = {"number of units": len(on_mesh), **{name: str(value) for name, value in options.items()}, **described}
         differ = "have different modules or arguments"
         remedy = "Pass the same modules and arguments, in the same order, on all ranks of a mesh"
         MeshWords(mesh, device).compare(Statement("sw.fully_shard", fields, differ=differ, remedy=remedy))

@@ -4,7 +4,7 @@
     held shard     a separate shard in layout `shards`, if `store` is another layout; gathers read it, not the part
     kept copy      a shard in layout `keep`, copied from the full weight before a release; later gathers may read it
     product        a matmul that reads the received messages, so that they need not be decoded (float8_products.py)
-    place          a buffer of a product, for scales in the order that the matmul reads
+    scales         a buffer of a product, for scales in the order that the matmul reads
 A *slot* is a module's `_parameters` and the name under which it has the parameter.
 """
 
@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from .._native import _runtime
 from ..layouts.layout import Layout
 from ..runtime import executables, plain_tensors
-from ..transfers.current import owners
+from ..transfers.current import owners as tensor_owners
 from . import extensions, moves, offload
 from .formats import Dtypes, with_dtype
 from .gather import Measured, WeightGather
@@ -36,7 +36,7 @@ class Product(Protocol):
     """A matmul by the received messages of a weight, in the module that has the weight."""
 
     padding_bytes: int  # padding after each received tensor
-    place_bytes: int  # size of `Weight.place`; 0: none
+    scales_bytes: int  # size of `Weight.scales`; 0: none
 
     def land(self, weight: Weight) -> None: ...  # prepares received messages for matmuls
     def begin(self, weight: Weight) -> None: ...  # makes the module multiply by received messages
@@ -72,7 +72,7 @@ class Weight(Trained):
         self,
         name: str,
         given: nn.Parameter,  # the parameter to shard, full on each rank or a DTensor
-        places: Sequence[tuple[nn.Module, str]],  # modules that own the parameter, and its name in each
+        owners: Sequence[tuple[nn.Module, str]],  # modules that own the parameter, and its name in each
         layouts: Layouts,
         dtypes: Dtypes,
         host: offload.Host | None = None,  # None: the part stays on the device
@@ -85,12 +85,12 @@ class Weight(Trained):
             "ctx.save_for_backward"
         )
         # References to modules are weak, because modules refer to weights: so a model is freed without a cycle.
-        self._places = [(weakref.ref(module), name) for module, name in places]
-        self._slots = [(module._parameters, name) for module, name in places]
+        self._owners = [(weakref.ref(module), name) for module, name in owners]
+        self._slots = [(module._parameters, name) for module, name in owners]
         self._host = host
         super().__init__(host)
         self._is_read = False  # a module has read it other than by `product`, so each gather decodes it
-        self.place: torch.Tensor | None = None  # buffer of `product` (bytes), until `release`
+        self.scales: torch.Tensor | None = None  # buffer of `product` (bytes), until `release`
         self.unit: weakref.ref[Any] | None = None  # the Unit that gathers it
         data = given.detach()
         self._device = _device_of(data, layouts, host)
@@ -101,7 +101,7 @@ class Weight(Trained):
         held = None if layouts.store is layouts.shards else _slice(local, layouts, layouts.shards)
         self._set_up(layouts, dtypes, product, held)
         self.put(self.sharded)
-        owners.add(self)
+        tensor_owners.add(self)
 
     def _set_up(self, layouts: Layouts, dtypes: Dtypes, product: Product | None, held: torch.Tensor | None) -> None:
         """Prepares gathers and reductions for the current dtype and device of the parameter. `held`: the held shard."""
@@ -150,7 +150,7 @@ class Weight(Trained):
         self._watch()
 
     def _extension(self, dtypes: Dtypes, device: torch.device) -> extensions.Extension:
-        module = self.places[0][0]
+        module = self.owners[0][0]
         made = extensions.Extension(self.name, module, self.layouts, self.moves, dtypes.use, dtypes.mp_policy, device)
         made.when_read = self._when_read
         return made
@@ -174,13 +174,13 @@ class Weight(Trained):
         return part is not None and (part.dtype != self._dtype or part.device.type != self._part_device_type)
 
     @property
-    def has_place(self) -> bool:
+    def is_gatherable(self) -> bool:
         """True if the module's parameter is on a device from which it can be gathered, or on meta."""
         part = self._found_part
-        return part is None or part.device.type in (self._place_type, "meta")
+        return part is None or part.device.type in (self._home_type, "meta")
 
     @property
-    def _place_type(self) -> str:
+    def _home_type(self) -> str:
         return "cpu" if self._host is not None else self._device.type
 
     def convert(self, dtypes_of: DtypesOf) -> None:
@@ -189,7 +189,7 @@ class Weight(Trained):
         if self.product is not None:
             self.product.end(self)
         layouts = self.layouts if self.part.dtype == self._dtype else self.layouts.with_dtype(self.part.dtype)
-        dtypes, product = dtypes_of(self.name, self.sharded, self.places, layouts)
+        dtypes, product = dtypes_of(self.name, self.sharded, self.owners, layouts)
         device = self.part.device if self.part.is_meta else self._device
         held = None if layouts.store is layouts.shards else _empty(layouts.shards, self.part.dtype, device)
         self._set_up(layouts, dtypes, product, held)
@@ -207,15 +207,15 @@ class Weight(Trained):
         self.full_bytes = 0 if has_none else most_bytes(in_use)
         arriving = [] if self.is_held or self.extension is not None else self.gather.buffers(self.use)
         self._buffer_bytes = [most_bytes(layout) + padding for layout in arriving]
-        if self.product is not None and self.product.place_bytes > 0:
-            self._buffer_bytes.append(self.product.place_bytes)
+        if self.product is not None and self.product.scales_bytes > 0:
+            self._buffer_bytes.append(self.product.scales_bytes)
         self._buffer_bytes += [most_bytes(self.shards)] * self._is_staged
         self.gathered_bytes = sum(map(aligned, (self.full_bytes, *self._buffer_bytes)))  # arena bytes of a gather
 
     @property
-    def places(self) -> list[tuple[nn.Module, str]]:
+    def owners(self) -> list[tuple[nn.Module, str]]:
         """The modules that own the parameter, and its name in each."""
-        found = ((reference(), name) for reference, name in self._places)
+        found = ((reference(), name) for reference, name in self._owners)
         return [(module, name) for module, name in found if module is not None]
 
     @property
@@ -306,9 +306,9 @@ class Weight(Trained):
             self.sharded = found
             self.watch_again()
         part: torch.Tensor = self.sharded._local_tensor  # type: ignore[attr-defined]
-        if part.device.type not in (self._place_type, "meta"):
+        if part.device.type not in (self._home_type, "meta"):
             raise RuntimeError(
-                f"{self.name} must be on {self._place_type}, where sw.fully_shard has put it"
+                f"{self.name} must be on {self._home_type}, where sw.fully_shard has put it"
                 f"{' for offload_policy' if self._host is not None else ''}, got {part.device}"
             )
 
@@ -403,8 +403,8 @@ class Weight(Trained):
         part = self._gather_source
         if self._is_staged and self._host is not None:
             part = self._host.fetch(self.part, buffers.pop())
-        if self.product is not None and self.product.place_bytes > 0:
-            self.place = buffers.pop()
+        if self.product is not None and self.product.scales_bytes > 0:
+            self.scales = buffers.pop()
         self.gather.start(self.use, part, self.memory.data, buffers)
 
     def finish_gather(self) -> None:
@@ -450,7 +450,7 @@ class Weight(Trained):
 
     def release(self) -> None:
         """Takes the memory of the full weight away. A read before the next gather raises an error."""
-        self.gather.arrived = self.place = None
+        self.gather.arrived = self.scales = None
         if self.extension is not None:
             self.extension.release()
         if not self.is_held and not self.memory.is_meta:

@@ -57,11 +57,11 @@ def _reduces_as_partial(kind: type) -> bool:
 
 def dim(value: Any, argument: str, ndim: int) -> int:
     """Returns the dim in [0, ndim); negative `value` counts from the end. Raises ValueError if it is out of range."""
-    number = integer(value, argument)
-    if not -ndim <= number < ndim:
+    given_dim = integer(value, argument)
+    if not -ndim <= given_dim < ndim:
         allowed = f"in [{-ndim}, {ndim - 1}]" if ndim else "a dim of the tensor, which has none"
-        raise argument_error(argument, allowed, number)
-    return number % ndim
+        raise argument_error(argument, allowed, given_dim)
+    return given_dim % ndim
 
 
 def items(value: Any, argument: str, allowed: str) -> list[Any]:

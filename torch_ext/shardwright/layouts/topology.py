@@ -61,16 +61,16 @@ def read_json(text: str | bytes | bytearray, where: str) -> Any:
         raise ValueError(f"{where} has lists and objects that are nested too deeply") from None
 
 
-_environment_said: str | None = None  # the variable's value when the tables were updated
+_last_variable: str | None = None  # the variable's value when the tables were updated
 
 
 def tables_now() -> PlanningTables:
     """Updates the current tables from the environment variable, and returns them. Planning must call this."""
-    global _environment_said
-    said = os.environ.get(ENVIRONMENT_VARIABLE) or None
-    if said != _environment_said:
-        tables.change(tables.current.with_environment(named_topology(said)))
-        _environment_said = said
+    global _last_variable
+    variable = os.environ.get(ENVIRONMENT_VARIABLE) or None
+    if variable != _last_variable:
+        tables.change(tables.current.with_environment(named_topology(variable)))
+        _last_variable = variable
     return tables.current
 
 

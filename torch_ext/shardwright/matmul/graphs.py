@@ -33,8 +33,8 @@ _Name = tuple[str, str, int]
 _OF_MESH = "[["  # beginning of JSON of the groups of a mesh, instead of one group's name
 _products: executables.PlanningCache[Product] = executables.PlanningCache(is_local=True)
 # The mesh or process group of each traced product.
-_places: dict[_Name, Where] = {}
-groups.when_gone.append(_places.clear)
+_groups_by_name: dict[_Name, Where] = {}
+groups.when_gone.append(_groups_by_name.clear)
 
 
 def _name_of(product: Product) -> _Name:
@@ -44,7 +44,7 @@ def _name_of(product: Product) -> _Name:
     owner = groups.owner_of(mesh)
     of_mesh = json.dumps([owner.names, owner.flattened])
     name = product.plan.to_text(), of_mesh if owner.grid is not None else group.group_name, product.rank
-    executables.keep(_places, name, product.where, executables.MAX_EXECUTABLES)
+    executables.store(_groups_by_name, name, product.where, executables.MAX_EXECUTABLES)
     return name
 
 
@@ -55,7 +55,7 @@ def _product(name: _Name, x: torch.Tensor) -> Product:
 
 def _parsed(name: _Name, device_type: str) -> Product:
     """Returns the product of a name, made from its text and from the names of its process groups."""
-    where, plan = _places.get(name), _planner.ProductPlan.parse(name[0])
+    where, plan = _groups_by_name.get(name), _planner.ProductPlan.parse(name[0])
     if where is None:
         groups.check_initialized()
         if name[1].startswith(_OF_MESH):

@@ -57,8 +57,8 @@ class Call:
         if checking.is_on():
             checking.compare(self.executable, inputs[0], False, rows_are_own=self.rows_are_own)
         counters.counts.products += 1
-        for heard in _listeners:
-            heard.append(self)
+        for calls in _listeners:
+            calls.append(self)
         if all(type(tensor) in _PLAIN for tensor in inputs):
             # The operator is not used here, because dispatch modes would not see the collectives inside of it.
             dense = [tensor.contiguous() for tensor in inputs]
@@ -77,12 +77,12 @@ _listeners: list[list[Call]] = []
 @contextlib.contextmanager
 def listening() -> Iterator[list[Call]]:
     """Yields a list to which all calls made during the block are appended, in order."""
-    heard: list[Call] = []
-    _listeners.append(heard)
+    calls: list[Call] = []
+    _listeners.append(calls)
     try:
-        yield heard
+        yield calls
     finally:
-        _listeners.remove(heard)
+        _listeners.remove(calls)
 
 
 Run = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]  # runs a node on its inputs, returns its outputs
@@ -177,7 +177,7 @@ class Product:
         flow = self._backwards.get(key)
         if flow is None:
             flow = Flow(self.plan.backward(layouts, needs), self.plan, self.where)
-            executables.keep(self._backwards, key, flow, _MAX_BACKWARDS)
+            executables.store(self._backwards, key, flow, _MAX_BACKWARDS)
         wanted = zip(dys, flow.inputs[1 + self.num_weights :])
         return flow([x, *weights, *(self.empty(x, layout).zero_() if dy is None else dy for dy, layout in wanted)])
 

@@ -208,7 +208,7 @@ def _gradient_spec(spec: DTensorSpec | None, names: tuple[str, ...] = ()) -> DTe
     return None if spec is None else _gradient_spec_on(spec, groups.key_of_mesh(spec.mesh), names)
 
 
-@executables.kept
+@executables.cached
 def _gradient_spec_on(spec: DTensorSpec, _: Hashable, names: tuple[str, ...]) -> DTensorSpec:
     """`_gradient_spec`, cached by the mesh's process groups too (`_`)."""
     placements = gradient_placements(spec.placements, names)

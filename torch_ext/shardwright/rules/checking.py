@@ -72,8 +72,8 @@ def _differences(name: str, mapped: Mapped, there: Wanted) -> list[str]:
     for box in missing[:_MAX_SHOWN]:
         differences.append(f"{name}: no source gives {box_text(box)} of {mapped.shape}")
     for box, numbers in repeated[:_MAX_SHOWN]:
-        said = " and ".join(mapped.pieces[number].source for number in numbers)
-        differences.append(f"{name}: {box_text(box)} of {mapped.shape} is given {len(numbers)} times, by {said}")
+        sources = " and ".join(mapped.pieces[i].source for i in numbers)
+        differences.append(f"{name}: {box_text(box)} of {mapped.shape} is given {len(numbers)} times, by {sources}")
     left = len(missing) + len(repeated) - min(len(missing), _MAX_SHOWN) - min(len(repeated), _MAX_SHOWN)
     if left:
         differences.append(f"{name}: {left} more boxes have no source or several")
@@ -84,12 +84,12 @@ def _intervals(sizes: tuple[int, ...], there: tuple[int, ...]) -> str:
     """Returns a text with the indices that one of two shapes lacks; empty if they differ in the number of dims."""
     if len(sizes) != len(there):
         return ""
-    said = []
+    texts = []
     for dim, (have, want) in enumerate(zip(sizes, there)):
         if have != want:
-            what = "has no source" if have < want else "has no place"
-            said.append(f"[{min(have, want)}:{max(have, want)}] of dim {dim} {what}")
-    return f": {', '.join(said)}"
+            what = "has no source" if have < want else "is not in the destination"
+            texts.append(f"[{min(have, want)}:{max(have, want)}] of dim {dim} {what}")
+    return f": {', '.join(texts)}"
 
 
 def _sources(mapped: Mapped) -> str:

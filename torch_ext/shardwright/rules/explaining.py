@@ -13,7 +13,7 @@ LIMIT = 20  # default number of tensors and of links shown
 
 def with_names(error: ValueError, names: Sequence[str]) -> ValueError:
     """Returns the error of a batch with each "item 3" replaced by "destination <names[3]>"."""
-    return ValueError(re.sub(r"\bitem (\d+)", lambda number: f"destination {names[int(number[1])]}", str(error)))
+    return ValueError(re.sub(r"\bitem (\d+)", lambda match: f"destination {names[int(match[1])]}", str(error)))
 
 
 def explain(batch: _planner.Batch, names: Sequence[str], topology: Topology, limit: int = LIMIT) -> str:

@@ -21,12 +21,12 @@ class Item(NamedTuple):
 
 def items_of(tensors: Mapping[str, Mapped], names: Sequence[str]) -> tuple[list[str], list[Item]]:
     """Returns the names of the sources of these tensors, in the order of their indices, and the items to move."""
-    number: dict[str, int] = {}
+    index_of: dict[str, int] = {}
     items = []
     for destination, name in enumerate(names):
         for piece in tensors[name].pieces:
-            items.append(Item(number.setdefault(piece.source, len(number)), destination, _axes_of(piece)))
-    return list(number), items
+            items.append(Item(index_of.setdefault(piece.source, len(index_of)), destination, _axes_of(piece)))
+    return list(index_of), items
 
 
 def _axes_of(piece: Piece) -> tuple[Axis, ...]:

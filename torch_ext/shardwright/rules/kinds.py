@@ -117,8 +117,8 @@ class Fuse(Rule):
         elif any(size % self.groups for size in sizes):
             refusal = f"dim {dim} of every part must be a multiple of {self.groups} groups"
         if refusal:
-            said = ", ".join(f"{name} ({_what(part)})" for name, part in zip(names, parts))
-            problems.append(f"{self}: {refusal}, got {said}")
+            given = ", ".join(f"{name} ({_what(part)})" for name, part in zip(names, parts))
+            problems.append(f"{self}: {refusal}, got {given}")
             return None
         pieces = []
         for part, begin, at, length in _chunks(sizes, self.groups):
@@ -153,9 +153,9 @@ class Split(Rule):
         length, count = full.shape[dim], len(self.parts)
         sizes = self.sizes if self.sizes is not None else (length // count,) * count
         if sum(sizes) != length or any(size % self.groups for size in sizes):
-            said = f"sizes {list(sizes)}" if self.sizes is not None else f"{count} equal parts"
+            given = f"sizes {list(sizes)}" if self.sizes is not None else f"{count} equal parts"
             problems.append(
-                f"{self}: sizes of {name} must sum to {length} and be multiples of groups={self.groups}, got {said}"
+                f"{self}: sizes of {name} must sum to {length} and be multiples of groups={self.groups}, got {given}"
             )
             return []
         pieces: list[list[Piece]] = [[] for _ in sizes]

@@ -149,12 +149,12 @@ def _compare(shape: tuple[int, ...], boxes: Sequence[Box], present: Iterable[int
         if len(present) > 1:
             result.repeated.append((at, present))
         return
-    changes: dict[int, list[int]] = {0: [], shape[dim]: []}  # where boxes begin (number) and end (~number)
-    for number in present:
-        begin, end = boxes[number][dim]
+    changes: dict[int, list[int]] = {0: [], shape[dim]: []}  # where boxes begin (index) and end (~index)
+    for index in present:
+        begin, end = boxes[index][dim]
         if begin < end:
-            changes.setdefault(begin, []).append(number)
-            changes.setdefault(end, []).append(~number)
+            changes.setdefault(begin, []).append(index)
+            changes.setdefault(end, []).append(~index)
     now: set[int] = set()
     cuts = sorted(changes)
     for begin, end in zip(cuts, cuts[1:]):

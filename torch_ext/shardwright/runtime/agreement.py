@@ -94,7 +94,7 @@ def _lines(statements: Mapping[R, Mapping[str, str | None]], otherwise: str | No
     for name in dict.fromkeys(name for row in statements.values() for name in row):
         values = {rank: value for rank, row in statements.items() if (value := row.get(name, otherwise)) is not None}
         if len(set(values.values())) >= least:
-            lines.append(f"  {name}: {who_said(values)}")
+            lines.append(f"  {name}: {values_text(values)}")
     return lines
 
 
@@ -106,7 +106,7 @@ def by_value(statements: Mapping[R, V]) -> dict[V, list[R]]:
     return ranks_by_value
 
 
-def who_said(statements: Mapping[R, str]) -> str:
+def values_text(statements: Mapping[R, str]) -> str:
     """Returns a text such as "4 on ranks [0, 2]; 8 on ranks [1]". Long values are cut around the first difference."""
     texts = by_value(statements)
     first = len(os.path.commonprefix(list(texts)))
@@ -120,9 +120,9 @@ def ranks_text(ranks: Sequence[R]) -> str:
     return shown if isinstance(ranks[0], str) else f"ranks [{shown}]"
 
 
-def _around(text: str, place: int) -> str:
-    """Returns a long text cut to _MAX_CHARACTERS characters, from shortly before index `place` on."""
-    begin = max(place - _CHARACTERS_BEFORE, 0) if len(text) > _MAX_CHARACTERS else 0
+def _around(text: str, index: int) -> str:
+    """Returns a long text cut to _MAX_CHARACTERS characters, from shortly before index `index` on."""
+    begin = max(index - _CHARACTERS_BEFORE, 0) if len(text) > _MAX_CHARACTERS else 0
     end = begin + _MAX_CHARACTERS
     return f"{'... ' if begin else ''}{text[begin:end]}{' ...' if end < len(text) else ''}"
 
@@ -265,28 +265,28 @@ class StoreTexts:
 
         Raises RuntimeError, naming the call and the missing ranks, after the timeout.
         """
-        number = self.rounds[ranks]
+        round_index = self.rounds[ranks]
         self.rounds[ranks] += 1
         name = hashlib.sha1(repr(ranks).encode(), usedforsecurity=False).hexdigest()[:16]
         store = dist.PrefixStore(name, self._store)
-        keys = [f"{number}/{rank}" for rank in ranks]
-        store.set(f"{number}/{own}", mine)
-        if store.add(str(number), 1) == len(ranks):
-            store.set(f"{number}/all", str(int(len(set(store.multi_get(keys))) == 1)))
+        keys = [f"{round_index}/{rank}" for rank in ranks]
+        store.set(f"{round_index}/{own}", mine)
+        if store.add(str(round_index), 1) == len(ranks):
+            store.set(f"{round_index}/all", str(int(len(set(store.multi_get(keys))) == 1)))
         try:
-            store.wait([f"{number}/all"], timeout)
+            store.wait([f"{round_index}/all"], timeout)
         except RuntimeError as error:
             missing = [rank for rank, key in zip(ranks, keys, strict=True) if not store.check([key])]
             if missing:
                 who = f"rank {own}" if isinstance(own, int) else own
                 raise RuntimeError(
                     f"shardwright: {who} waited {timeout.total_seconds():g} s for {ranks_text(missing)} to call "
-                    f"{call}, number {number + 1} on {ranks_text(ranks)}"
+                    f"{call}, number {round_index + 1} on {ranks_text(ranks)}"
                 ) from error
-        are_same = store.get(f"{number}/all") == b"1"
+        are_same = store.get(f"{round_index}/all") == b"1"
         statements = [mine] * len(ranks) if are_same else [text.decode() for text in store.multi_get(keys)]
-        for key in (f"/{own}", *(("", "/all") if own == ranks[0] else ())) if number >= 2 else ():
-            store.delete_key(f"{number - 2}{key}")
+        for key in (f"/{own}", *(("", "/all") if own == ranks[0] else ())) if round_index >= 2 else ():
+            store.delete_key(f"{round_index - 2}{key}")
         return dict(zip(ranks, statements, strict=True))
 
     def compare(

@@ -40,14 +40,14 @@ def check_written(argument: str, tensor: torch.Tensor) -> None:
     if tensor.is_conj() or tensor.is_neg():
         kind = "conjugated" if tensor.is_conj() else "negated"
         raise argument_error(argument, "a tensor whose memory holds its elements", f"a {kind} view")
-    if shares_places(tensor):
+    if overlaps_itself(tensor):
         raise ValueError(
             f"{argument} must have an address for each element, got shape {tuple(tensor.shape)} and strides "
             f"{tensor.stride()}; use .contiguous()"
         )
 
 
-def shares_places(tensor: torch.Tensor) -> bool:
+def overlaps_itself(tensor: torch.Tensor) -> bool:
     """Returns True if several elements have the same address."""
     if tensor.is_contiguous() or tensor.numel() < 2:
         return False

@@ -194,19 +194,19 @@ class _JobExchange:
         self.everyone = f"shardwright/connect/{name}"  # the key that counts processes; prefix of the others
         # A process that comes after all `world_size` processes, or after one of them has timed out, belongs to the next
         # connection of this name.
-        # `place` is the number of this process among all that ever called with this name, `first_place` the number of
-        # the first process of its connection.
+        # `call_index` counts all processes that have called with this name. `first_call_index` is that of the first
+        # process of this connection.
         while True:
-            self.place = store.add(self.everyone, 1) - 1
-            self.first_place = self.place // world_size * world_size
+            self.call_index = store.add(self.everyone, 1) - 1
+            self.first_call_index = self.call_index // world_size * world_size
             if not store.check([self._given_up()]):
                 break
-        self.prefix = f"{self.everyone}/{self.first_place}"
+        self.prefix = f"{self.everyone}/{self.first_call_index}"
         self.texts = StoreTexts(dist.PrefixStore(f"{self.prefix}/compared", store))
 
     def _given_up(self) -> str:
         """Returns the store key that marks this connection as timed out."""
-        return f"{self.everyone}/given up {self.first_place} of {self.world_size}"
+        return f"{self.everyone}/given up {self.first_call_index} of {self.world_size}"
 
     def gather(self, timeout: timedelta) -> dict[tuple[str, int], dict[str, Any]]:
         """Returns the description of each process, by role and rank. Raises RuntimeError if descriptions conflict."""
@@ -217,8 +217,8 @@ class _JobExchange:
             "world_size": self.world_size,
             "backend": str(dist.get_backend_config()),
         }
-        self.store.set(f"{self.everyone}/member {self.place}", json.dumps(member))
-        keys = [f"{self.everyone}/member {self.first_place + i}" for i in range(self.world_size)]
+        self.store.set(f"{self.everyone}/member {self.call_index}", json.dumps(member))
+        keys = [f"{self.everyone}/member {self.first_call_index + i}" for i in range(self.world_size)]
         by_key: dict[str, Any] = {}
         end = time.monotonic() + timeout.total_seconds()
         while len({member["world_size"] for member in by_key.values()} | {self.world_size}) == 1:

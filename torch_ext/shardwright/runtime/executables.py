@@ -87,7 +87,7 @@ class PlanningCache(Generic[T]):
         """Stores a value that was made after the last `get`, unless the tables have changed since then."""
         made_with, entries = self._now
         if made_with is tables.current:
-            keep(entries, key, value, MAX_EXECUTABLES)
+            store(entries, key, value, MAX_EXECUTABLES)
 
     def get_or_make(self, key: Hashable, make: Callable[[], T]) -> T:
         """Returns the cached value for `key`, or makes and stores it."""
@@ -96,7 +96,7 @@ class PlanningCache(Generic[T]):
             before = self._now
             value = make()
             if before is self._now and before[0] is tables.current:
-                keep(before[1], key, value, MAX_EXECUTABLES)
+                store(before[1], key, value, MAX_EXECUTABLES)
         return value
 
     def clear(self) -> None:
@@ -121,7 +121,7 @@ class PlanningCache(Generic[T]):
             return entries
 
 
-def keep(entries: dict[K, T], key: K, value: T, most: int) -> None:
+def store(entries: dict[K, T], key: K, value: T, most: int) -> None:
     """Stores a value in a cache of at most `most` entries. Drops the oldest entries to make room."""
     while len(entries) >= most:
         with contextlib.suppress(KeyError, RuntimeError):  # another thread has dropped or added an entry
@@ -129,7 +129,7 @@ def keep(entries: dict[K, T], key: K, value: T, most: int) -> None:
     entries[key] = value
 
 
-def kept(function: Callable[..., T]) -> Callable[..., T]:
+def cached(function: Callable[..., T]) -> Callable[..., T]:
     """A decorator that caches results by positional arguments, for functions that depend on meshes or plans."""
     results: PlanningCache[T] = PlanningCache()
 
@@ -141,17 +141,17 @@ def kept(function: Callable[..., T]) -> Callable[..., T]:
 
 
 # The results of `lookup`.
-_kept: PlanningCache[_runtime.Executable | Refusal] = PlanningCache(is_local=True)
+_executables: PlanningCache[_runtime.Executable | Refusal] = PlanningCache(is_local=True)
 
 
 def lookup(key: Hashable, build: Callable[[], _runtime.Executable | Refusal]) -> _runtime.Executable | Refusal:
     """Returns the cached executable or refusal for `key`, or makes and stores it with `build`."""
-    kept = _kept.get(key)
-    if kept is not None:
+    cached = _executables.get(key)
+    if cached is not None:
         counters.counts.cache_hits += 1
-        return kept
+        return cached
     tables_now()  # applies changes of the environment first: values made while tables change are not cached
-    return _kept.get_or_make(key, build)
+    return _executables.get_or_make(key, build)
 
 
 def make_plan(
@@ -182,9 +182,9 @@ def plan_over(
     src: _planner.Layout, dst: _planner.Layout, backend: str, usable: list[tuple[int, ...]] | None
 ) -> _planner.Plan:
     """Makes the plan for a backend. If `usable` is given, moves use only the groups of these sets of mesh dims."""
-    kept = planning.pinned(src, dst, backend)
-    if kept is not None:
-        return kept
+    cached = planning.pinned(src, dst, backend)
+    if cached is not None:
+        return cached
     if usable is not None and not src.mesh.has_same_ranks(dst.mesh):
         plan, usable = plan_over_own_dims(src, dst, backend), None
     else:

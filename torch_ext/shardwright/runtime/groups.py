@@ -268,8 +268,8 @@ def _groups_of(owner: Owner) -> Iterator[dist.ProcessGroup]:
 
 def _dims_between(grid: _planner.Mesh, ranks: Sequence[int]) -> list[int]:
     """Returns the mesh dims in which the ranks differ."""
-    places = [place for rank in ranks if (place := grid.coordinate(rank)) is not None]
-    return [dim for dim in range(grid.ndim) if len({place[dim] for place in places}) > 1]
+    coordinates = [coordinate for rank in ranks if (coordinate := grid.coordinate(rank)) is not None]
+    return [dim for dim in range(grid.ndim) if len({coordinate[dim] for coordinate in coordinates}) > 1]
 
 
 def _names_along(owner: Owner, ranks: Sequence[int]) -> tuple[str, ...]:
@@ -321,9 +321,9 @@ def _names_of_first(grid: _planner.Mesh, dims: list[int], names: list[str]) -> l
     """Returns the names of the groups along `dims` of the rank with coordinate 0 in them. `names` are this rank's."""
     rank = dist.get_rank()
     for i, dim in enumerate(dims):
-        place = grid.coordinate(rank)
-        assert place is not None
-        first = next(member for member in grid.group_ranks(rank, [dim]) if (grid.coordinate(member) or place)[dim] == 0)
+        own = grid.coordinate(rank)
+        assert own is not None
+        first = next(member for member in grid.group_ranks(rank, [dim]) if (grid.coordinate(member) or own)[dim] == 0)
         if first != rank:
             rank, shared = first, names[i]
             names = [shared if d == dim else _read(_announcement(shared, grid, rank, d), rank) for d in dims]

@@ -30,7 +30,7 @@ class ManyHandle:
     def __init__(self, pending: _runtime.BatchHandle | None, results: list[torch.Tensor], numbers: list[int]) -> None:
         self._pending = pending
         self._results = results
-        self._numbers = {item: number for number, item in enumerate(numbers)}
+        self._numbers = {item: index for index, item in enumerate(numbers)}
 
     def wait(self) -> list[torch.Tensor]:
         """Waits until all tensors have arrived, and returns them."""
@@ -49,8 +49,8 @@ class ManyHandle:
         if not 0 <= item < len(self._results):
             raise argument_error("item", f"in [0, {len(self._results) - 1}]", item)
         result = self._results[item]
-        if self._pending is not None and (number := self._numbers.get(item)) is not None:
-            self._pending.wait_for_destination(number)
+        if self._pending is not None and (index := self._numbers.get(item)) is not None:
+            self._pending.wait_for_destination(index)
         return result
 
     def is_done(self) -> bool:
@@ -109,22 +109,22 @@ def redistribute_many(
     # The key decides if ranks compare. It is looked up even for invalid arguments, because ranks that have used these
     # layouts before do not compare.
     key = call.key()
-    kept = _kept_of(group)
-    prepared = call.known(kept, key)
+    batches = _batches_of(group)
+    prepared = call.known(batches, key)
     if prepared is not None and not checking.is_on():
         call.check(prepared.dtypes)
         counters.counts.cache_hits += 1
     else:
         full = call.first_check()
-        if call.refusal is not None and not call.is_read and kept:
+        if call.refusal is not None and not call.is_read and batches:
             # The other ranks may have used their layouts before and never compare. An immediate error closes this
             # rank's connections, which ends their waiting too.
             raise call.refusal
         full = call.agreed(full, group)
         prepared = _prepare(call, full, group)
-        while len(kept) >= MAX_KEPT:
-            del kept[next(iter(kept))]
-        kept[key] = prepared
+        while len(batches) >= MAX_BATCHES:
+            del batches[next(iter(batches))]
+        batches[key] = prepared
     return _run(call, prepared, group, async_op)
 
 
@@ -143,16 +143,16 @@ class _Prepared(NamedTuple):
 
 # Batches that all ranks of a group have compared, by group. All ranks of a group drop the same batches, whatever they
 # do in other groups. Executables do not keep process groups alive.
-MAX_KEPT = 256
-_kept: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, _Prepared]] = weakref.WeakKeyDictionary()
-groups.when_gone.append(_kept.clear)
+MAX_BATCHES = 256
+_batches: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, _Prepared]] = weakref.WeakKeyDictionary()
+groups.when_gone.append(_batches.clear)
 
 
-def _kept_of(group: dist.ProcessGroup | None) -> dict[Hashable, _Prepared]:
+def _batches_of(group: dist.ProcessGroup | None) -> dict[Hashable, _Prepared]:
     """Returns the batches of a group, by `_Given.key`."""
     carrier = group if group is not None else dist.group.WORLD
     assert carrier is not None
-    return _kept.setdefault(carrier, {})
+    return _batches.setdefault(carrier, {})
 
 
 class _Given:
@@ -210,7 +210,7 @@ class _Given:
         )
         as_they_are = forward_ad._current_level < 0 and all(plain)
         written = (x for x in self.out or [] if x is not None)
-        if not as_they_are or any(x.is_conj() or x.is_neg() or argument_checks.shares_places(x) for x in written):
+        if not as_they_are or any(x.is_conj() or x.is_neg() or argument_checks.overlaps_itself(x) for x in written):
             self._check_tensors()
         if self.out is not None:
             self._check_memory()
@@ -319,13 +319,13 @@ class _Given:
         """Returns the cache key of the call, for this rank's device type or for the given one."""
         return tuple(self.pairs), self.bucket_bytes, self.buckets, self.has_out, device_type or self.device.type
 
-    def known(self, kept: dict[Hashable, _Prepared], key: Hashable) -> _Prepared | None:
+    def known(self, batches: dict[Hashable, _Prepared], key: Hashable) -> _Prepared | None:
         """Returns the cached entry for these layouts, or for any device if the device is not known."""
         if not self.is_read:
             return None
         if self.knows_device:
-            return kept.get(key)
-        return next((entry for kind in argument_checks.DEVICE_TYPES if (entry := kept.get(self.key(kind)))), None)
+            return batches.get(key)
+        return next((entry for kind in argument_checks.DEVICE_TYPES if (entry := batches.get(self.key(kind)))), None)
 
     def source(self, i: int, prepared: _Prepared) -> torch.Tensor | None:
         """Returns the local part of an item, or None if this rank holds no elements of it."""
@@ -386,7 +386,7 @@ def _prepare(call: _Given, full: _planner.Batch, group: dist.ProcessGroup | None
     if len(moved) < len(call.pairs):
         batch = batch_of([call.pairs[i] for i in moved], call.bucket_bytes, call.buckets)
     executable = executables.bind_batch(batch, call.device.type, group)
-    reduced = {moved[number]: layout for number, layout in batch.reductions().items()}
+    reduced = {moved[index]: layout for index, layout in batch.reductions().items()}
     counters.counts.plans += 1
     return _Prepared(executable, moved, reduced, dtypes, holds, shapes)
 

@@ -32,10 +32,10 @@ class Run:
         if self._pending is not None:
             self._pending.wait_for_sources()
 
-    def wait_for(self, number: int) -> None:
+    def wait_for(self, index: int) -> None:
         """Waits until a destination is complete on this rank, and its elements for other ranks were sent."""
         if self._pending is not None:
-            self._pending.wait_for_departure(number)
+            self._pending.wait_for_departure(index)
 
     def wait(self) -> None:
         if self._pending is not None:
@@ -62,17 +62,17 @@ class BoundBatch:
             for edge in (destinations.start, destinations.stop)
         )
         items = made.items[begin:end]
-        number: dict[int, int] = {}
+        index_of: dict[int, int] = {}
         for item in items:
-            number.setdefault(item.source, len(number))
+            index_of.setdefault(item.source, len(index_of))
         self._made = made
-        self._sources = list(number)  # by index in the batch: index of the source in the transfer
-        self._layouts = [made.sources[source] for source in number]
+        self._sources = list(index_of)  # by index in the batch: index of the source in the transfer
+        self._layouts = [made.sources[source] for source in index_of]
         try:
             self.batch = _planner.Batch(
                 self._layouts,
                 [made.destinations[destination] for destination in destinations],
-                [(number[item.source], item.destination - destinations.start, item.axes) for item in items],
+                [(index_of[item.source], item.destination - destinations.start, item.axes) for item in items],
                 bucket_bytes,
                 buckets,
                 first_sender,
@@ -93,9 +93,9 @@ class BoundBatch:
         torch.autograd.graph.increment_version(into)  # the writes bypass autograd
         return Run(self._executable.start(sources, into), len(into))
 
-    def _source(self, number: int) -> torch.Tensor:
+    def _source(self, index: int) -> torch.Tensor:
         """Returns this rank's part of a source of the batch. Reduces pending values first, which is collective."""
-        source = argument_checks.resolved(self._made.source(self._sources[number]).detach())
-        if (reduced := self._reduced.get(number)) is None:
+        source = argument_checks.resolved(self._made.source(self._sources[index]).detach())
+        if (reduced := self._reduced.get(index)) is None:
             return source
-        return plain_tensors.redistribute_local(source, self._layouts[number], reduced, group=self._group.get())
+        return plain_tensors.redistribute_local(source, self._layouts[index], reduced, group=self._group.get())

@@ -51,7 +51,7 @@ class Owner(Protocol):
 owners: weakref.WeakSet[Owner] = weakref.WeakSet()
 
 # Location of a tensor in memory: storage, offset, sizes and strides.
-Place = tuple[int, int, tuple[int, ...], tuple[int, ...]]
+Location = tuple[int, int, tuple[int, ...], tuple[int, ...]]
 _Overlaps = Callable[[dict[str, torch.Tensor], dict[str, torch.Tensor]], list[str]]  # of tensors to read, to write
 
 
@@ -81,8 +81,8 @@ class Passed:
         # Modules in which a tensor was replaced, by its storage, the id of the module and the tensor's name in it.
         self._replaced: dict[tuple[int, int, str], weakref.ref[nn.Module]] = {}
         if again is None:
-            owned = {place_of(owner.current): owner for owner in owners}
-            owner_by_name = ((name, owned.get(place_of(tensor.plain))) for name, tensor in self.moving())
+            owned = {location_of(owner.current): owner for owner in owners}
+            owner_by_name = ((name, owned.get(location_of(tensor.plain))) for name, tensor in self.moving())
             self._owners = {name: weakref.ref(owner) for name, owner in owner_by_name if owner is not None}
             _watch(self)
 
@@ -104,15 +104,15 @@ class Passed:
                 now = self._now(name, old, again)
                 self._check(name, old, now)
             except ValueError as error:
-                problems.append(self.said(name, str(error)))
+                problems.append(self.problem_with(name, str(error)))
                 continue
             self.given[name] = now
         self._storages = {storage_of(tensor.plain) for _, tensor in self.moving()}
         return problems
 
-    def said(self, name: str, what: str) -> str:
+    def problem_with(self, name: str, what: str) -> str:
         """Returns a problem with the tensor `name`."""
-        return self._reader.said(self._side, name, what)
+        return self._reader.problem_with(self._side, name, what)
 
     def _read_again(self) -> tuple[dict[str, Given], list[str]]:
         """Calls the function that returns the state dict. Returns its tensors, and problems with changed names."""
@@ -123,8 +123,8 @@ class Passed:
         names = {name for name, _ in self.moving()}
         lost, new = (sorted(those) for those in (names - again.keys(), again.keys() - self.given.keys()))
         for those, what in ((lost, "lacks this name now, and had it"), (new, "has this name now, and lacked it")):
-            said = f"the state dict {what} when the transfer was planned; plan the transfer again"
-            problems += [] if problems else [self.said(name, said) for name in those]
+            change = f"the state dict {what} when the transfer was planned; plan the transfer again"
+            problems += [] if problems else [self.problem_with(name, change) for name in those]
         return again, problems
 
     def _now(self, name: str, old: Given, again: dict[str, Given] | None) -> Given:
@@ -138,7 +138,7 @@ class Passed:
             current = owner.current
             if not isinstance(current, DTensor):
                 raise ValueError(f"its module must have a DTensor again, got a {type(current).__name__}; {_REMEDY}")
-            if place_of(current) != place_of(old.plain):
+            if location_of(current) != location_of(old.plain):
                 value = current if isinstance(value, DTensor) else _local(current)
         now = self._reader.read(value)
         return now if isinstance(value, DTensor) else now._replace(layout=old.layout)
@@ -179,28 +179,28 @@ class Tensors:
         self.destination = destination
         self._overlaps = overlaps
         self._had_others: dict[int, bool] = {}  # by storage: true if other tensors used it at planning
-        self._places = [place_of(tensor.plain) for _, _, tensor in self._moving()]
+        self._locations = [location_of(tensor.plain) for _, _, tensor in self._moving()]
         self._stale({})
 
-    def renew(self, kept: Mapping[int, int]) -> list[str]:
+    def renew(self, num_own: Mapping[int, int]) -> list[str]:
         """Reads the tensors again, and returns the problems.
 
         Args:
-            kept: the number of further tensors of the transfer itself, by storage.
+            num_own: the number of further tensors of the transfer itself, by storage.
         """
         problems = [*self.source.renew(), *self.destination.renew()]
-        places = [place_of(tensor.plain) for _, _, tensor in self._moving()]
-        if places != self._places and not problems:
+        locations = [location_of(tensor.plain) for _, _, tensor in self._moving()]
+        if locations != self._locations and not problems:
             sides = (self.source, self.destination)
             problems += self._overlaps(*({name: tensor.plain for name, tensor in side.moving()} for side in sides))
-            self._places = [] if problems else places
-        return problems or self._stale(kept)
+            self._locations = [] if problems else locations
+        return problems or self._stale(num_own)
 
     def _moving(self) -> list[tuple[Passed, str, Given]]:
         """Returns the side, name and tensor of all tensors that move to or from this rank."""
         return [(passed, name, x) for passed in (self.source, self.destination) for name, x in passed.moving()]
 
-    def _stale(self, kept: Mapping[int, int]) -> list[str]:
+    def _stale(self, num_own: Mapping[int, int]) -> list[str]:
         """Reports storages that other tensors used, and that only the transfer uses now."""
         tensors = self._moving()
         own: dict[int, set[int]] = {}
@@ -210,18 +210,18 @@ class Tensors:
         had_others: dict[int, bool] = {}
         for passed, name, x in tensors:
             storage = storage_of(x.plain)
-            has_others = _num_tensors(x.plain) > len(own[storage]) + kept.get(storage, 0)
+            has_others = _num_tensors(x.plain) > len(own[storage]) + num_own.get(storage, 0)
             # Only the first check counts: later, the previous run may still have tensors of its own.
             had_others[storage] = self._had_others.get(storage, has_others)
             if had_others[storage] and not has_others and _is_whole(x) and not isinstance(x.value, nn.Parameter):
-                problems.append(passed.said(name, _STALE))
+                problems.append(passed.problem_with(name, _STALE))
         self._had_others = had_others
         return problems
 
 
-def places_of(tensors: Sequence[torch.Tensor]) -> list[Place]:
-    """Returns the places in memory of all tensors that have elements."""
-    return [place_of(tensor) for tensor in tensors if tensor.numel()]
+def locations_of(tensors: Sequence[torch.Tensor]) -> list[Location]:
+    """Returns the locations of all tensors that have elements."""
+    return [location_of(tensor) for tensor in tensors if tensor.numel()]
 
 
 def storage_of(tensor: torch.Tensor) -> int:
@@ -256,8 +256,8 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def place_of(tensor: torch.Tensor) -> Place:
-    """Returns the place of the local tensor in memory."""
+def location_of(tensor: torch.Tensor) -> Location:
+    """Returns the location of the local tensor."""
     local = _local(tensor)
     return storage_of(local), local.storage_offset(), tuple(local.shape), local.stride()
 

@@ -24,7 +24,7 @@ from torch.distributed import distributed_c10d
 from .._native import _planner
 from ..layouts.layout import Layout, Mesh
 from ..runtime import groups
-from ..runtime.agreement import StoreTexts, by_value, who_said
+from ..runtime.agreement import StoreTexts, by_value, values_text
 from .declared import DTENSOR, PAIR, Declared, Description, Layouts
 
 _MAX_SHOWN = 40
@@ -91,13 +91,13 @@ def agree(
     All ranks of the group must call this.
     """
     ranks = groups.ranks_in_meshes(group)
-    heard = _gather((digest(mine), {name: str(value) for name, value in options.items()}, list(problems)), group)
-    found = [problem for _, _, rank_problems in heard for problem in rank_problems]
-    for name in dict.fromkeys(name for _, said, _ in heard for name in said):
-        found += _differing(name, {rank: said[name] for rank, (_, said, _) in zip(ranks, heard) if name in said})
-    sayers = by_value({rank: their_digest for rank, (their_digest, _, _) in zip(ranks, heard)})
+    given = _gather((digest(mine), {name: str(value) for name, value in options.items()}, list(problems)), group)
+    found = [problem for _, _, rank_problems in given for problem in rank_problems]
+    for name in dict.fromkeys(name for _, values, _ in given for name in values):
+        found += _differing(name, {rank: values[name] for rank, (_, values, _) in zip(ranks, given) if name in values})
+    ranks_by_digest = by_value({rank: their_digest for rank, (their_digest, _, _) in zip(ranks, given)})
     declarations = [
-        (their_ranks, _broadcast(mine, ranks.index(their_ranks[0]), group)) for their_ranks in sayers.values()
+        (their_ranks, _broadcast(mine, ranks.index(their_ranks[0]), group)) for their_ranks in ranks_by_digest.values()
     ]
     source, unread_source = _merged("source", declarations, found)
     destination, unread_destination = _merged("destination", declarations, found)
@@ -107,11 +107,11 @@ def agree(
 def check_result(result: str, problems: Sequence[str], group: dist.ProcessGroup | None) -> Starts:
     """Raises ValueError on all ranks if some rank has problems, or if their results differ."""
     ranks = groups.ranks_in_meshes(group)
-    heard = _gather((result, list(problems), uuid.uuid4().hex), group)
-    found = [problem for _, rank_problems, _ in heard for problem in rank_problems]
-    found += _differing("map", {rank: f"a result with digest {said[:12]}" for rank, (said, _, _) in zip(ranks, heard)})
+    given = _gather((result, list(problems), uuid.uuid4().hex), group)
+    found = [problem for _, rank_problems, _ in given for problem in rank_problems]
+    found += _differing("map", {rank: f"a result with digest {text[:12]}" for rank, (text, _, _) in zip(ranks, given)})
     refuse(found)
-    return Starts(heard[0][-1], group)
+    return Starts(given[0][-1], group)
 
 
 class Starts:
@@ -135,28 +135,28 @@ class Starts:
                 self._texts = StoreTexts(dist.PrefixStore(f"shardwright/transfer/{self._name}", store))
             ranks, rank = tuple(groups.ranks_in_meshes(group)), groups.rank_in_meshes(group)
             call = "the start of a transfer (nothing was moved; all ranks of the group must call start() or receive())"
-            said = self._texts.exchange(call, json.dumps(list(problems)), ranks, rank, groups.default_timeout())
-            problems = [problem for text in said.values() for problem in json.loads(text)]
+            texts = self._texts.exchange(call, json.dumps(list(problems)), ranks, rank, groups.default_timeout())
+            problems = [problem for text in texts.values() for problem in json.loads(text)]
         refuse(problems)
 
 
 def _gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     """Returns the value of each rank of the group. All ranks must call."""
-    heard: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(heard, value, group=group)
-    return heard
+    all_given: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(all_given, value, group=group)
+    return all_given
 
 
-def _broadcast(value: Any, number: int, group: dist.ProcessGroup | None) -> Any:
-    """Returns the value of the rank with index `number` in the group."""
+def _broadcast(value: Any, index: int, group: dist.ProcessGroup | None) -> Any:
+    """Returns the value of the rank with index `index` in the group."""
     box = [value]
-    dist.broadcast_object_list(box, group_src=number, group=group)
+    dist.broadcast_object_list(box, group_src=index, group=group)
     return box[0]
 
 
-def _differing(name: str, said: dict[int, str]) -> list[str]:
-    """Returns a problem if an option differs between ranks. `said` has its text by rank."""
-    return [f"{name} must be equal on all ranks, got {who_said(said)}"] if len(set(said.values())) > 1 else []
+def _differing(name: str, values: dict[int, str]) -> list[str]:
+    """Returns a problem if an option differs between ranks. `values` has its text by rank."""
+    return [f"{name} must be equal on all ranks, got {values_text(values)}"] if len(set(values.values())) > 1 else []
 
 
 def _merged(
@@ -166,7 +166,7 @@ def _merged(
 
     Appends a problem for each tensor that ranks declare differently.
     """
-    said: dict[str, list[tuple[_planner.Layout, list[int]]]] = {}  # (layout, ranks that declare it), by name
+    layouts_by_name: dict[str, list[tuple[_planner.Layout, list[int]]]] = {}  # (layout, ranks that declare it), by name
     kinds: dict[str, set[str]] = {}  # kinds of tensors that ranks pass, by name
     unread: dict[str, list[int]] = {}  # ranks whose layout could not be read, by name
     everywhere = _ranks_of_plain_tensors(side, declarations)
@@ -184,12 +184,12 @@ def _merged(
                 problems += (f"{side} {name}: {error} (on rank {rank})" for rank in ranks)
                 unread.setdefault(name, []).extend(ranks)
                 continue
-            _add(said.setdefault(name, []), read, ranks)
+            _add(layouts_by_name.setdefault(name, []), read, ranks)
             kinds.setdefault(name, set()).add(description[-1] if len(description) > 2 else "plain tensor")
     merged: dict[str, _planner.Layout] = {}
     missing: dict[tuple[_planner.Layout, tuple[int, ...]], list[int]] = {}
     known_slices: dict[tuple[_planner.Layout, ...], _planner.Layout] = {}
-    for name, layouts in said.items():
+    for name, layouts in layouts_by_name.items():
         layout, ranks = layouts[0]
         if len(layouts) > 1:
             replicated = _over_slices([each for each, _ in layouts], known_slices) if kinds[name] == {DTENSOR} else None

@@ -77,8 +77,8 @@ def declare(source: dict[str, Given], destination: dict[str, Given], unread: Map
             parts = tuple(mesh.dim_names), tuple(mesh.shape), tuple(mesh.ranks)
             order = tuple((dim, tuple(mesh_dims)) for dim, mesh_dims in sorted(layout.shard_order.items()))
             ends = tuple(layout.shape), layout.dtype
-            number = meshes.setdefault(parts, len(meshes))
-            known[key] = *ends, number, tuple(layout.placements), order, layout.flattened, kind
+            mesh_index = meshes.setdefault(parts, len(meshes))
+            known[key] = *ends, mesh_index, tuple(layout.placements), order, layout.flattened, kind
         return known[key]
 
     sides = [{name: description(tensor) for name, tensor in side.items()} for side in (source, destination)]
@@ -128,8 +128,8 @@ class Reader:
             if isinstance(value, torch.Tensor) or _is_pair(value):
                 self._add(found, "source", name, value)
             elif not patterns.is_listed(name, unused):
-                said = f"must be {_ALLOWED}, or listed in unused=, got a {type(value).__name__}"
-                self._refuse("source", name, said)
+                problem = f"must be {_ALLOWED}, or listed in unused=, got a {type(value).__name__}"
+                self._refuse("source", name, problem)
         return found
 
     def destination(self, given: Any, ignore: Sequence[str] | None = None) -> dict[str, Given]:
@@ -140,15 +140,15 @@ class Reader:
                 self._add(found, "destination", name, value)
             elif not patterns.is_listed(name, ignore or ()):
                 listed = ", or listed in ignore=" if ignore is not None else ""
-                said = f"must be {_ALLOWED_SPEC}{listed}, got a {type(value).__name__}"
-                self._refuse("destination", name, said)
+                problem = f"must be {_ALLOWED_SPEC}{listed}, got a {type(value).__name__}"
+                self._refuse("destination", name, problem)
         return found
 
     def _add(self, found: dict[str, Given], side: str, name: str, value: Any) -> None:
         """Reads and checks a tensor or layout, and adds it to `found`. Reports its problems."""
         if name in found:
-            said = "the name must be unique after names of nested dicts are joined by dots, got two tensors"
-            self.problems.append(self.said(side, name, said))
+            problem = "the name must be unique after names of nested dicts are joined by dots, got two tensors"
+            self.problems.append(self.problem_with(side, name, problem))
             return
         try:
             # An invalid tensor is declared too, so that it is not reported as missing as well.
@@ -160,10 +160,10 @@ class Reader:
 
     def _refuse(self, side: str, name: str, what: str) -> None:
         """Reports a value that cannot be read."""
-        self.problems.append(self.said(side, name, what))
+        self.problems.append(self.problem_with(side, name, what))
         self.unread[side].add(name)
 
-    def said(self, side: str, name: str, what: str) -> str:
+    def problem_with(self, side: str, name: str, what: str) -> str:
         """Returns a problem with the tensor `name`. `what` is the end of a sentence."""
         return f"{side} {name}: {what} (on rank {self.rank})"
 

@@ -40,16 +40,16 @@ class SetUp(NamedTuple):
         """Returns True if this rank is on the mesh of a destination."""
         return self.destinations[destination].mesh.coordinate(self.rank) is not None
 
-    def source(self, number: int) -> torch.Tensor:
+    def source(self, index: int) -> torch.Tensor:
         """Returns this rank's part of a source; an empty tensor if it has none."""
-        return self._part(self.tensors.source, self.source_names[number], self.sources[number])
+        return self._part(self.tensors.source, self.source_names[index], self.sources[index])
 
-    def destination(self, number: int) -> torch.Tensor | None:
+    def destination(self, index: int) -> torch.Tensor | None:
         """Returns this rank's part of a destination; None if it passed none."""
-        tensor = self.tensors.destination.given.get(self.names[number])
-        if tensor is None or tensor.local is None or not self.has_part(number):
+        tensor = self.tensors.destination.given.get(self.names[index])
+        if tensor is None or tensor.local is None or not self.has_part(index):
             return None
-        return self._part(self.tensors.destination, self.names[number], self.destinations[number])
+        return self._part(self.tensors.destination, self.names[index], self.destinations[index])
 
     def _part(self, passed: Passed, name: str, layout: _planner.Layout) -> torch.Tensor:
         tensor = passed.given.get(name)
@@ -165,8 +165,8 @@ def _device(
             if tensor.local is not None and tensor.local.numel():
                 first.setdefault(tensor.local.device, name)
     if len(first) > 1:
-        said = ", ".join(f"{name} on {device}" for device, name in first.items())
-        reader.problems.append(f"all tensors must be on one device, got {said} (on rank {reader.rank})")
+        by_device = ", ".join(f"{name} on {device}" for device, name in first.items())
+        reader.problems.append(f"all tensors must be on one device, got {by_device} (on rank {reader.rank})")
     try:
         device = plain_tensors.device_among_many(device_argument, next(iter(first), None), group)
     except ValueError as error:

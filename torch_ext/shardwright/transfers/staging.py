@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from .._native import _runtime
-from .current import places_of, storage_of
+from .current import locations_of, storage_of
 
 # More runs than this of bytes outside the destinations are copied with a mask instead of one by one.
 _MAX_RUNS = 64
@@ -43,7 +43,7 @@ class _Memory(NamedTuple):
 
     front: torch.Tensor
     back: torch.Tensor
-    kept: list[tuple[torch.Tensor, torch.Tensor]]  # (front, back) of each run of bytes outside the destinations
+    unchanged: list[tuple[torch.Tensor, torch.Tensor]]  # (front, back) of each run of bytes outside the destinations
     mask: torch.Tensor | None  # marks these bytes instead if they have many runs
 
 
@@ -53,28 +53,28 @@ class SecondCopy:
     def __init__(self, front: Sequence[torch.Tensor]) -> None:
         self._front = front
         numbers: dict[int, list[int]] = {}  # indices of the tensors, by storage
-        for number, tensor in enumerate(front):
+        for index, tensor in enumerate(front):
             if tensor.numel():
-                numbers.setdefault(storage_of(tensor), []).append(number)
+                numbers.setdefault(storage_of(tensor), []).append(index)
         self.tensors = [torch.empty_like(tensor) if tensor.numel() == 0 else tensor for tensor in front]
         self._memories = []
         for some in numbers.values():
-            memory = _memory([front[number] for number in some])
-            for number in some:
-                self.tensors[number] = _placed_like(front[number], memory.back)
+            memory = _memory([front[index] for index in some])
+            for index in some:
+                self.tensors[index] = _placed_like(front[index], memory.back)
             self._memories.append(memory)
 
-        self.places = places_of(front)  # of the destination's tensors when the copy was made
+        self.locations = locations_of(front)  # of the destination's tensors when the copy was made
 
     @property
-    def kept(self) -> dict[int, int]:
+    def num_tensors(self) -> dict[int, int]:
         """The number of tensors of this object that use a storage of the destination, by storage."""
-        return {storage_of(memory.front): 1 + len(memory.kept) for memory in self._memories}
+        return {storage_of(memory.front): 1 + len(memory.unchanged) for memory in self._memories}
 
     def exchange(self) -> None:
         """Exchanges the two copies. Bytes outside the destinations keep their values."""
         for memory in self._memories:
-            for front, back in memory.kept:
+            for front, back in memory.unchanged:
                 back.copy_(front)
             if memory.mask is not None:
                 front, back = (tensor.view(len(memory.mask), -1) for tensor in memory[:2])

@@ -26,7 +26,7 @@ from ..rules import explaining
 from ..runtime import argument_checks, executables, groups
 from . import batches
 from .batches import BoundBatch
-from .current import Place, places_of
+from .current import Location, locations_of
 from .progress import Progress
 from .setup import Options, SetUp, checked, set_up
 from .staging import SecondCopy
@@ -101,9 +101,9 @@ def transfer(
     return Transfer(set_up(state_dict, to, map, options, group, device, problems), options, progress, group)
 
 
-def _at_least(argument: str, number: Any, least: int) -> int:
+def _at_least(argument: str, given: Any, least: int) -> int:
     """Returns the argument as an int. Raises ValueError if it is below `least`."""
-    value = argument_values.integer(number, argument)
+    value = argument_values.integer(given, argument)
     if value < least:
         raise argument_error(argument, f"at least {least}", value)
     return value
@@ -139,10 +139,10 @@ class SourceFree:
 class TransferHandle:
     """A running transfer. Every wait raises its error."""
 
-    def __init__(self, owner: Transfer, run: batches.Run, failure: Exception | None, places: list[Place]) -> None:
+    def __init__(self, owner: Transfer, run: batches.Run, failure: Exception | None, locations: list[Location]) -> None:
         self._owner = owner
         self._run = run
-        self._places = places  # places of the destination's tensors
+        self._locations = locations  # of the destination's tensors
         self._failure = failure  # error of a progress function, raised once
         self.is_waited_for = False
         self.source_free = SourceFree(run)
@@ -161,7 +161,7 @@ class TransferHandle:
             self._failure = self._failure or failure
             self.is_waited_for = True
             if not self._owner._stages:
-                self._owner._check_places("wait", self._places)
+                self._owner._check_locations("wait", self._locations)
             elif swap:
                 self._owner.swap()
         failure, self._failure = self._failure, None
@@ -245,13 +245,13 @@ class Transfer:
         self._renew()
         front = self._destination()
         if self._stages:
-            if self._copy is None or self._copy.places != places_of(front):
+            if self._copy is None or self._copy.locations != locations_of(front):
                 self._copy = SecondCopy(front)
             run = self._batch.start(self._copy.tensors)
         else:
             run = self._batch.start(front)
             self._mark_given(range(len(front)))
-        self._under_way = TransferHandle(self, run, failure, places_of(front))
+        self._under_way = TransferHandle(self, run, failure, locations_of(front))
         return self._under_way
 
     def receive(self) -> Receiving:
@@ -285,7 +285,7 @@ class Transfer:
             raise ValueError("swap: there is no second copy; use staging='double', and call start() first")
         if self._under_way is not None and not self._under_way.is_waited_for:
             raise RuntimeError("swap: the last transfer was not waited for; call its wait(swap=False) first")
-        self._check_places("swap", self._copy.places)
+        self._check_locations("swap", self._copy.locations)
         self._copy.exchange()
         torch.autograd.graph.increment_version(self._destination())
         self._mark_given(range(len(self._made.names)))
@@ -307,41 +307,41 @@ class Transfer:
     def _destination(self) -> list[torch.Tensor]:
         """Returns this rank's tensors of all destinations. Missing ones are allocated once and kept."""
         passed = map(self._made.destination, range(len(self._made.names)))
-        return [tensor if tensor is not None else self._made_here(number) for number, tensor in enumerate(passed)]
+        return [tensor if tensor is not None else self._made_here(index) for index, tensor in enumerate(passed)]
 
-    def _made_here(self, number: int) -> torch.Tensor:
+    def _made_here(self, index: int) -> torch.Tensor:
         """Returns this rank's tensor of a destination that `to` has no tensor for. Allocated once."""
-        if number not in self._own:
-            self._own[number] = self._local(number)
-        return self._own[number]
+        if index not in self._own:
+            self._own[index] = self._local(index)
+        return self._own[index]
 
-    def _check_places(self, by: str, places: list[Place]) -> None:
-        """Raises RuntimeError if this rank's destination is no longer at `places` in memory."""
-        if self._made.tensors.destination.renew() or places_of(self._destination()) != places:
+    def _check_locations(self, by: str, locations: list[Location]) -> None:
+        """Raises RuntimeError if this rank's destination is no longer at `locations` in memory."""
+        if self._made.tensors.destination.renew() or locations_of(self._destination()) != locations:
             raise RuntimeError(
                 f"{by}: tensors of the destination got other storages after the last start(); start again"
             )
 
     def _renew(self) -> None:
         """Reads all tensors again. Raises on all ranks, before anything is sent, if some no longer match the plan."""
-        kept = self._copy.kept if self._copy is not None else {}
+        own = self._copy.num_tensors if self._copy is not None else {}
         problems: list[str] = []
-        found = checked(lambda: self._made.tensors.renew(kept), problems, groups.rank_in_meshes(self._group.get()), [])
+        found = checked(lambda: self._made.tensors.renew(own), problems, groups.rank_in_meshes(self._group.get()), [])
         self._made.starts.agree([*problems, *found])
 
     def _mark_given(self, numbers: range) -> None:
         """Increments the versions of passed tensors. Those of a DTensor and its local tensor are separate."""
-        tensors = (self._made.tensors.destination.given.get(self._made.names[number]) for number in numbers)
+        tensors = (self._made.tensors.destination.given.get(self._made.names[index]) for index in numbers)
         values = [tensor.value for tensor in tensors if tensor is not None and tensor.value is not None]
         torch.autograd.graph.increment_version(values)
 
-    def _local(self, number: int) -> torch.Tensor:
+    def _local(self, index: int) -> torch.Tensor:
         """Returns this rank's tensor of a destination. Allocates it if none was passed."""
         made = self._made
-        layout = made.destinations[number]
-        if (tensor := made.destination(number)) is not None:
+        layout = made.destinations[index]
+        if (tensor := made.destination(index)) is not None:
             return tensor
-        shape = layout.local_shape(made.rank) if made.has_part(number) else (0,)
+        shape = layout.local_shape(made.rank) if made.has_part(index) else (0,)
         return torch.empty(shape, dtype=getattr(torch, layout.dtype), device=made.device)
 
     def _value(self, name: str, local: torch.Tensor) -> Any:
@@ -362,11 +362,11 @@ class Transfer:
         """
         failure = None
         with Progress(self._progress, self._made, groups.rank_in_meshes(self._group.get())) as report:
-            for number in run.in_order():
-                run.wait_for(number)
+            for index in run.in_order():
+                run.wait_for(index)
                 try:
                     if failure is None:
-                        report(number)
+                        report(index)
                 except Exception as error:
                     failure = error
             run.wait()
@@ -405,13 +405,13 @@ class Transfer:
                 yield "", None
             while self._fill(under_way, left):
                 chunk, run, tensors = under_way[0]
-                for number in run.in_order():
-                    run.wait_for(number)
+                for index in run.in_order():
+                    run.wait_for(index)
                     with self._moving_all(under_way, left):
-                        report(chunk[number])
-                        name, local = made.names[chunk[number]], tensors[number]
-                        tensors[number] = local.new_empty(0)
-                        if made.has_part(chunk[number]):
+                        report(chunk[index])
+                        name, local = made.names[chunk[index]], tensors[index]
+                        tensors[index] = local.new_empty(0)
+                        if made.has_part(chunk[index]):
                             yield name, self._value(name, local)
                         del local
                 run.wait()

@@ -43,21 +43,21 @@ class _Layouts:
 
 
 _layouts = _Layouts()
-_places: dict[_planner.Layout, str] = {}  # names of the attributes of `_layouts`
+_names: dict[_planner.Layout, str] = {}  # names of the attributes of `_layouts`
 _numbers = itertools.count()
 
 
-def _place_of(layout: _planner.Layout) -> str:
+def _name_of(layout: _planner.Layout) -> str:
     """Returns the name of a layout's attribute.
 
     The least recently used layouts are dropped; graphs that return them are then traced again.
     """
-    place = _places.pop(layout, None) or f"layout_{next(_numbers)}"
-    _places[layout] = place
-    setattr(_layouts, place, layout)
-    while len(_places) > executables.MAX_EXECUTABLES:
-        delattr(_layouts, _places.pop(next(iter(_places))))
-    return place
+    name = _names.pop(layout, None) or f"layout_{next(_numbers)}"
+    _names[layout] = name
+    setattr(_layouts, name, layout)
+    while len(_names) > executables.MAX_EXECUTABLES:
+        delattr(_layouts, _names.pop(next(iter(_names))))
+    return name
 
 
 @torch._dynamo.assume_constant_result
@@ -73,21 +73,21 @@ def viewed_part(
     group: dist.ProcessGroup | None,
 ) -> tuple[torch.Tensor, _planner.Layout]:
     result = _view(_integers(part.shape), part.device.type, _integers(shape), layout, redistribute, group)
-    wrong, move, local_shape, place = result
+    wrong, move, local_shape, name = result
     if wrong is not None:
         raise ValueError(wrong)
     if move is not None:
         part = torch.ops.shardwright.redistribute(part, *move)
-    return part.reshape(local_shape), getattr(_layouts, place)
+    return part.reshape(local_shape), getattr(_layouts, name)
 
 
 def permuted_part(
     part: torch.Tensor, dims: Sequence[int], layout: _planner.Layout, group: dist.ProcessGroup | None
 ) -> tuple[torch.Tensor, _planner.Layout]:
-    wrong, order, place = _permutation(_integers(part.shape), _integers(dims), layout, group)
+    wrong, order, name = _permutation(_integers(part.shape), _integers(dims), layout, group)
     if wrong is not None:
         raise ValueError(wrong)
-    return part.permute(order), getattr(_layouts, place)
+    return part.permute(order), getattr(_layouts, name)
 
 
 def _integers(sizes: Sequence[int]) -> tuple[int, ...]:
@@ -122,7 +122,7 @@ def _view(
                 move = tuple(tuple(argument) if isinstance(argument, list) else argument for argument in arguments)
         except ValueError as error:
             return str(error), None, (), ""
-    return None, move, tuple(seen.local_shape(rank)), _place_of(seen)
+    return None, move, tuple(seen.local_shape(rank)), _name_of(seen)
 
 
 @torch._dynamo.assume_constant_result
@@ -138,4 +138,4 @@ def _permutation(
         order, permuted_layout = parts.permutation_of_part(dims, layout, rank)
     except ValueError as error:
         return str(error), (), ""
-    return None, order, _place_of(permuted_layout)
+    return None, order, _name_of(permuted_layout)

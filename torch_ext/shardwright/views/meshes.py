@@ -33,7 +33,7 @@ def split(mesh: DeviceMesh, fine: _planner.Mesh) -> DeviceMesh:
     return _split(mesh, groups.key_of_mesh(mesh), mesh._get_root_mesh(), fine)
 
 
-@executables.kept
+@executables.cached
 def _split(mesh: DeviceMesh, _: Hashable, root: DeviceMesh, fine: _planner.Mesh) -> DeviceMesh:
     """`split`, cached by the mesh's process groups (`_`) and its root mesh too."""
     found = None if root is mesh else _among_dims(root, fine)

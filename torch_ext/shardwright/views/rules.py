@@ -26,7 +26,7 @@ from ..dtensor.specs import is_strided, layout_of_spec, spec_of_layout
 from ..graph import plans
 from ..runtime import counters
 from . import literal, strided
-from .strided import cut_along, is_cut, meta_of, of_local_shape, source, spec_like
+from .strided import is_cut, meta_of, of_local_shape, source, spec_like, with_dim
 
 aten = torch.ops.aten
 
@@ -243,7 +243,7 @@ def _unsqueezed(schema: OpSchema) -> OutputSharding | None:
     meta: Any = meta_of(schema)
     dim: Any = schema.args_schema[1]
     at = dim + len(meta.shape) if dim < 0 else dim
-    moved = tuple(cut_along(p, p.dim + (p.dim >= at)) if is_cut(p) else p for p in spec.placements)
+    moved = tuple(with_dim(p, p.dim + (p.dim >= at)) if is_cut(p) else p for p in spec.placements)
     return OutputSharding(spec_like(spec, moved, meta))
 
 
@@ -302,15 +302,15 @@ def _of_product(
     letter = lhs_dims[a.dim] if is_cut(a) else rhs_dims[b.dim]
     cut, other, its_dims, its = (a, b, rhs_dims, operands[1]) if is_cut(a) else (b, a, lhs_dims, operands[0])
     if letter not in its_dims:
-        return cut_along(cut, out_dims.index(letter)) if other.is_replicate() else None
-    needed = cut_along(cut, its_dims.index(letter))
+        return with_dim(cut, out_dims.index(letter)) if other.is_replicate() else None
+    needed = with_dim(cut, its_dims.index(letter))
     if other != needed:
         # After a cut by a later mesh dim, this mesh dim would take another part.
         is_last_cut = not any(is_cut(p) and p.dim == its_dims.index(letter) for p in its[mesh_dim + 1 :])
         if not other.is_replicate() or not is_last_cut:
             return None
         its[mesh_dim] = needed
-    return cut_along(cut, out_dims.index(letter)) if letter in out_dims else Partial()
+    return with_dim(cut, out_dims.index(letter)) if letter in out_dims else Partial()
 
 
 def _pointwise(schema: OpSchema) -> OutputSharding | None:
@@ -338,7 +338,7 @@ def _pointwise(schema: OpSchema) -> OutputSharding | None:
     for mesh_dim in range(like.mesh.ndim):
         operands = [spec.placements[mesh_dim] for spec in specs]
         cuts: list[Any] = [
-            cut_along(p, p.dim + len(meta.shape) - s.ndim) for p, s in zip(operands, specs, strict=True) if is_cut(p)
+            with_dim(p, p.dim + len(meta.shape) - s.ndim) for p, s in zip(operands, specs, strict=True) if is_cut(p)
         ]
         out = cuts[0] if cuts else Replicate()
         if len(specs) == 2 and schema.op in _LINEAR and operands[0] == operands[1] and operands[0].is_partial("sum"):
@@ -376,7 +376,7 @@ def _broadcast_of(
     dim = out.dim - (len(shape) - spec.ndim) if is_cut(out) else -1
     if dim < 0 or spec.shape[dim] != shape[out.dim]:  # the operand is broadcast
         return Replicate() if may_move or placement.is_replicate() else None
-    wanted = cut_along(out, dim)
+    wanted = with_dim(out, dim)
     if may_move:
         return wanted
     # After a cut by a later mesh dim, this mesh dim would take another part.
@@ -391,7 +391,7 @@ def _fits(spec: DTensorSpec, placement: Any, out: Any, ndim: int) -> bool:
     dim = out.dim - (ndim - spec.ndim)
     if dim < 0 or spec.shape[dim] == 1:
         return bool(placement.is_replicate())
-    return bool(placement == cut_along(out, dim))
+    return bool(placement == with_dim(out, dim))
 
 
 def _summed(schema: OpSchema) -> OutputSharding | None:
@@ -407,7 +407,7 @@ def _summed(schema: OpSchema) -> OutputSharding | None:
         if is_cut(placement):
             dim = placement.dim  # type: ignore[attr-defined]
             below = 0 if keeps else sum(summed < dim for summed in dims)
-            placements.append(Partial() if dim in dims else cut_along(placement, dim - below))
+            placements.append(Partial() if dim in dims else with_dim(placement, dim - below))
         elif placement.is_replicate() or placement.is_partial("sum"):
             placements.append(placement)
         else:

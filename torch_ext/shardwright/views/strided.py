@@ -73,7 +73,7 @@ def meta_of(schema: OpSchema) -> Any:
     return DTensor._op_dispatcher.sharding_propagator._propagate_tensor_meta_non_cached(schema)
 
 
-def cut_along(placement: Any, dim: int) -> Placement:
+def with_dim(placement: Any, dim: int) -> Placement:
     """Returns the placement with another tensor dim."""
     if isinstance(placement, _StridedShard):
         return _StridedShard(dim, split_factor=placement.split_factor)
@@ -208,7 +208,7 @@ def squeezed(schema: OpSchema) -> OutputSharding | None:
     dims = {dim % spec.ndim for dim in ([squeezed_dims] if isinstance(squeezed_dims, int) else squeezed_dims)}
     if any(spec.shape[dim] != 1 for dim in dims):  # nothing is squeezed, whatever the size of the local dim
         return None
-    moved = tuple(cut_along(p, p.dim - sum(d < p.dim for d in dims)) if is_cut(p) else p for p in spec.placements)
+    moved = tuple(with_dim(p, p.dim - sum(d < p.dim for d in dims)) if is_cut(p) else p for p in spec.placements)
     return OutputSharding(spec_like(spec, moved, meta_of(schema)))
 
 
@@ -221,7 +221,7 @@ def expanded(schema: OpSchema) -> OutputSharding | None:
     added = len(meta.shape) - spec.ndim
     if any(is_cut(p) and meta.shape[p.dim + added] != spec.shape[p.dim] for p in spec.placements):  # type: ignore[attr-defined]
         return None
-    moved = tuple(cut_along(p, p.dim + added) if is_cut(p) else p for p in spec.placements)
+    moved = tuple(with_dim(p, p.dim + added) if is_cut(p) else p for p in spec.placements)
     return of_local_shape(schema, spec, spec_like(spec, moved, meta))
 
 
