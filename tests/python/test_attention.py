@@ -338,7 +338,7 @@ def _heads_apart() -> None:
             distribute_tensor(torch.randn(1, heads, 6, 4), meshes.get_mesh((2,)), [Shard(1)])
             for heads in (q_heads, kv_heads, kv_heads)
         ]
-        with pytest.raises(ValueError, match="k must be placed so that each rank holds heads of q"):
+        with pytest.raises(ValueError, match="k must have on each rank the heads that"):
             sw.attention.scaled_dot_product_attention(*given, enable_gqa=True)
 
 
@@ -469,7 +469,9 @@ def _dtypes_and_placements_like_stock() -> None:
     torch.testing.assert_close(found, right.chunk(2, 2)[dist.get_rank()], atol=2e-2, rtol=0)
     mesh = meshes.get_mesh((2,))
     heads = [distribute_tensor(t, mesh, [Shard(1)]) for t in (q, k, v)]  # a rank would attend only to its own part
-    refused = pytest.raises(ValueError, match="query must be a DTensor whose sequence is cut over ranks")
+    refused = pytest.raises(
+        ValueError, match="query must be a plain tensor, or a DTensor whose sequence is sharded over ranks"
+    )
     with sw.attention.context_parallel(mesh, size=16), refused:
         F.scaled_dot_product_attention(*heads)
 

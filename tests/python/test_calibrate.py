@@ -193,7 +193,7 @@ def _calibrate_some_ranks() -> None:
     group = dist.new_group([0, 1])
     if dist.get_rank() in (0, 1):
         calibrate(group, quick=True, dtypes=[])
-        with pytest.raises(ValueError, match="apply must not be True for a part of the job, got True for 2 of 4 ranks"):
+        with pytest.raises(ValueError, match="apply must be False for a part of the job, got True for 2 of 4 ranks"):
             calibrate(group, quick=True, dtypes=[], apply=True)
     assert tables.measured_topology("gloo") is None
 

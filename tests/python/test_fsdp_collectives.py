@@ -165,9 +165,9 @@ def _bad_arguments() -> None:
     assert group is not None
     full, part = torch.zeros(8, device=meshes.device), torch.zeros(4, device=meshes.device)
     gather, scatter = sw.fsdp.AllGather(), sw.fsdp.ReduceScatter()
-    with pytest.raises(ValueError, match="output_tensor must have 2 times the elements .*, got 7 elements"):
+    with pytest.raises(ValueError, match="output_tensor must be a tensor with 2 times the elements .*, got 7 elements"):
         gather(full[:7], part, group)
-    with pytest.raises(ValueError, match="output_tensor must have .*, got 8 elements of torch.float64"):
+    with pytest.raises(ValueError, match="output_tensor must be torch.float32, as input_tensor is, got torch.float64"):
         gather(full.double(), part, group)
     with pytest.raises(ValueError, match="output_tensor must be contiguous, got strides"):
         gather(torch.zeros(16, device=meshes.device)[::2], part, group)

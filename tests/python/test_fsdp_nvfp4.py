@@ -168,7 +168,7 @@ def _unsupported() -> None:
         assert type(linear) is nn.Linear
 
     allowed = "'float8', 'float8_rowwise', 'mxfp8', torch.bfloat16, torch.float16 and None"
-    needs = f"message_format must be one of {allowed} for weight on cpu, got 'nvfp4', .* torchao"
+    needs = f"message_format must be one of {allowed} for weight on cpu, got 'nvfp4'.* torchao"
     loaded = [name for name in sys.modules if name.partition(".")[0] == "torchao"]
     with mock.patch.dict(sys.modules, dict.fromkeys(["torchao", *loaded])):
         refuses(f"{needs}.* cannot be imported")

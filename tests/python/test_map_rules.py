@@ -175,7 +175,7 @@ def test_all_problems_are_reported_together() -> None:
         "e: no source gives [1:2, 0:2] of (3, 2)",
         "e.02: the map makes (2,) from e.02, and the destination has shape (3,): [2:3] of dim 0 has no source",
         "z: [0:3] of (3,) is given 2 times, by x and y",
-        "half: the map makes float16, and the destination has float32; cast('float32', 'half') casts it",
+        "half: the map makes float16, and the destination has float32. cast('float32', 'half') casts it",
         "lost: the map makes it from lost, and the destination has no such tensor",
         "nobody: the destination has it, and no source is mapped to it",
     ):

@@ -498,7 +498,7 @@ def _refused(message: str, placements: list[Any], shape: tuple[int, ...] = (4, 6
 def test_ragged_shards_in_ambiguous_order_are_refused() -> None:
     plain, strided = RaggedShard((0,), (1, 1)), _StridedRaggedShard((0,), (1, 1), 2)
     in_order = "{0: ['y', 'x']}"
-    _refused("before mesh dims that cut the same dim into 2, a RaggedShard must have a shard_order", [plain, "S(0)"])
+    _refused("the placement of mesh dim 'x' must be a RaggedShard with a shard_order", [plain, "S(0)"])
     _refused(in_order, [plain, "S(0)"])
     _refused(in_order, [_StridedRaggedShard((0,), (1, 1), 4), "S(0)"])
     _refused("split factor 1", [strided, "S(1)"])

@@ -338,7 +338,7 @@ def test_placements_beside_flattened_dims() -> None:
     assert [in_rows.local_shape(rank) for rank in range(4)] == [(2,), (2,), (4,), (4,)]
     ambiguous = "S(0) on mesh dim 'y' cuts must be multiples of 2 rows of 6 elements in dims 0 to 1, got 3 to 21"
     _refused(ambiguous, [sw.placements.Ragged(dims=(0, 1), sizes=(3, 21)), "S(0)"])
-    _refused("'Blocks(0,2)' to cut into chunks", [sw.placements.Ragged(dims=(0, 1), sizes=(2, 10)), "S(0)"], (6, 2))
+    _refused("'Blocks(0,2)' for chunks of rows", [sw.placements.Ragged(dims=(0, 1), sizes=(2, 10)), "S(0)"], (6, 2))
     _refused("rows of 6 elements in dims 0 to 1, got 18 to 18", [halves, "S(0)"], (3, 6), shard_order={0: ["y", "x"]})
     for other in (
         sw.placements.Cyclic(0, 2),

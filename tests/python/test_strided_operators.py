@@ -141,7 +141,9 @@ def _writes() -> None:
         a = distribute_tensor(full, mesh, [Shard(1)], src_data_rank=None).flatten(0, 1)
         assert any(isinstance(placement, _StridedShard) for placement in a.placements)
         rows = _replicated(torch.tensor([3, 0]), a)
-        with pytest.raises(RuntimeError, match=r"self must not be cut in strides, got .*index_fill_.* writes to it"):
+        with pytest.raises(
+            RuntimeError, match=r"self must not be a strided shard if .*index_fill_.* writes to it, got"
+        ):
             a.index_fill_(0, rows, 1.0)
         assert torch.equal(a.full_tensor(), full.flatten(0, 1))
         # Optimizers write to lists of parameters, whose gradients may have other placements.

@@ -93,7 +93,7 @@ def test_one_error_lists_all_problems(pool: Pool) -> None:
         "e: no source gives [1:2, 0:2] of (3, 2)",
         "xy: [0:3] of (3,) is given 2 times, by x and y",
         "b: the map makes (2, 4) from b, and the destination has shape (2, 5): [4:5] of dim 1 has no source",
-        "half: the map makes float16, and the destination has float32; cast('float32', 'half')",
+        "half: the map makes float16, and the destination has float32. cast('float32', 'half')",
         "lost: the map makes it from lost, and the destination has no such tensor",
         "nobody: the destination has it, and no source is mapped to it",
     ):

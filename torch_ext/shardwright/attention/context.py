@@ -141,8 +141,8 @@ def _check_cut_over(query: DTensor, group: dist.ProcessGroup) -> None:
     of_dims = (query.device_mesh.get_group(dim) for dim in sequence_dims(query))
     if len(ranks) > 1 and all(sorted(dist.get_process_group_ranks(dim_group)) != ranks for dim_group in of_dims):
         raise ValueError(
-            f"query must be a DTensor whose sequence is cut over ranks {ranks}, or a plain tensor, such as to_local(), "
-            f"got placements {query.placements} on {query.device_mesh}"
+            f"query must be a plain tensor, or a DTensor whose sequence is sharded over ranks {ranks}, got placements "
+            f"{query.placements} on {query.device_mesh}. Use to_local() for a plain tensor"
         )
 
 

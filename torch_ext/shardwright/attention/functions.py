@@ -187,8 +187,8 @@ def ask(
 def _check_no_dropout(dropout_p: Any) -> None:
     if dropout_p != 0:
         raise ValueError(
-            f"dropout_p must be 0, got {dropout_p!r}: attention over ranks has no dropout of attention weights; apply "
-            "torch.nn.functional.dropout to the result, or set dropout_p=0 in the attention layers"
+            f"dropout_p must be 0, got {dropout_p!r}. Attention over ranks has no dropout of attention weights. Apply "
+            "torch.nn.functional.dropout to the result instead"
         )
 
 

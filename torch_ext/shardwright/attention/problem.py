@@ -359,9 +359,9 @@ def _check_heads(q: DTensor, k: DTensor) -> None:
         held, shared = of_q.region(rank)[1], of_k.region(rank)[1]
         if rest or not held or [(a * each, b * each) for a, b in shared] != [(a, b) for a, b in held]:
             raise ValueError(
-                "k must be placed so that each rank holds heads of q, and the heads of k that these share, got "
-                f"{k.placements} on {k.device_mesh}, where rank {rank} holds heads {shared} of {k.shape[1]} of k, and "
-                f"{held} of {q.shape[1]} of q"
+                "k must have on each rank the heads that the rank's heads of q share, got heads "
+                f"{shared} of {k.shape[1]} of k and heads {held} of {q.shape[1]} of q on rank {rank}. k has placements "
+                f"{k.placements} on {k.device_mesh}"
             )
 
 
@@ -436,7 +436,7 @@ def _of_dtensor(options: Options, q: DTensor, k: DTensor) -> _Shards:
     if len(cut) > 1:
         raise ValueError(
             f"q must have its sequence sharded over at most one mesh dim, got {q.placements}, which shards it over "
-            f"{len(cut)}; flatten these mesh dims into one, which keeps the shards"
+            f"{len(cut)}. Flatten these mesh dims into one, which keeps the shards"
         )
     size = q.shape[SEQUENCE_DIM]
     if options.size is not None and options.size != size:

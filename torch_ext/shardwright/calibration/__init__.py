@@ -76,8 +76,8 @@ def calibrate(
     is_whole = len(job.members) == dist.get_world_size()
     if apply and not is_whole:
         raise ValueError(
-            f"apply must not be True for a part of the job, got True for {len(job.members)} of {dist.get_world_size()} "
-            "ranks, whose plans would differ from the others'; pass the topology to sw.Mesh for plans on these ranks"
+            f"apply must be False for a part of the job, got True for {len(job.members)} of {dist.get_world_size()} "
+            "ranks. Plans would differ between ranks. Pass the topology to sw.Mesh instead, for plans on these ranks"
         )
     wanted = argument_values.items(dtypes, "dtypes", "a list of dtypes, such as [torch.float32]")
     for dtype in wanted:

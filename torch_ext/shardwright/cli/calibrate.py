@@ -39,8 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if missing and not dist.is_initialized():
             raise ValueError(
-                f"{', '.join(missing)} not in the environment; "
-                "start it as: torchrun --nproc-per-node 4 -m shardwright calibrate"
+                f"{', '.join(missing)} not in the environment. "
+                "Start it with: torchrun --nproc-per-node 4 -m shardwright calibrate"
             )
         _calibrate_job(arguments)
     except (ValueError, OSError) as error:

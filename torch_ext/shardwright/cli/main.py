@@ -302,7 +302,7 @@ def _simulate(plan: Plan) -> None:
     if free is not None and needed > free:
         raise ValueError(
             f"--simulate needs about {needed / 2**30:,.1f} GiB for the data of all ranks, but only {free / 2**30:,.1f} "
-            "GiB are free; a smaller tensor or mesh has the same moves"
+            "GiB are free. Use a smaller tensor or mesh, which has the same moves"
         )
     with _saying("running all ranks"):
         moved = plan.simulate()

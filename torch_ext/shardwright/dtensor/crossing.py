@@ -228,8 +228,8 @@ def _check_compilable(here: _planner.Mesh, there: _planner.Mesh) -> None:
     outside = sorted(set(there.ranks) - set(here.ranks))
     if outside:
         raise RuntimeError(
-            f"mesh must have only ranks of the mesh of x ({here}) in compiled code, got ranks {outside}, where "
-            "torch.compile does not notice that sizes change; use eager code for this move"
+            f"mesh must have only ranks of the mesh of x ({here}) in compiled code, got ranks {outside}. There "
+            "torch.compile does not notice that sizes change. Use eager code for this move"
         )
 
 

@@ -309,8 +309,8 @@ def _check_reducible(call: _Request, why: ValueError) -> None:
             continue
         if not _is_reducible(source, dtype) and any(_is_reducible(source, d) for d in (torch.float32, torch.int32)):
             raise ValueError(
-                f"dtype must be one that {lowering.name} reduces with {source}, got {dtype}; redistribute "
-                f"{tuple(call.current.placements)} after .to() of such a dtype: {why}"
+                f"dtype must be one that {lowering.name} reduces with {source}, got {dtype}. Convert the "
+                f"tensor before it is redistributed from {tuple(call.current.placements)}: {why}"
             )
 
 

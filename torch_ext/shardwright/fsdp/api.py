@@ -287,7 +287,7 @@ class _State:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"a module under sw.fully_shard has no {name} of FSDP2's FSDPState; use methods of sw.fsdp.ShardedModule"
+            f"a module under sw.fully_shard has no {name} of FSDP2's FSDPState. Use methods of sw.fsdp.ShardedModule"
         )
 
     def take_up_conversions(self) -> None:
@@ -323,7 +323,7 @@ class _State:
         if converts and runner is not None and not runner.open and any(unit.is_converted for unit in runner.units):
             if waiting := _waiting(runner):
                 raise RuntimeError(
-                    f"parameters were converted while the gradient of {waiting[0]} waits for a reduction; before a "
+                    f"parameters were converted while the gradient of {waiting[0]} waits for a reduction. Before a "
                     "conversion run a backward that reduces gradients, or call finalize_backward()"
                 )
             outermost = runner.units[0].modules[0]

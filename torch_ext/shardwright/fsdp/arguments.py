@@ -145,8 +145,8 @@ class Placing(NamedTuple):
         if keep is None and keep_ranks is not None:
             if shards is not None:
                 raise ValueError(
-                    f"reshard_after_forward must be True, False or None with Options.placements, got {keep_ranks}; "
-                    "set the placements of the copy with Options.kept_placements"
+                    f"reshard_after_forward must be True, False or None with Options.placements, got {keep_ranks}. "
+                    "Set the placements of the copy with Options.kept_placements"
                 )
             choice = choice._replace(keep_ranks=keep_ranks)
         return Layouts(parameter, data, choice)
@@ -174,7 +174,7 @@ class Placing(NamedTuple):
         if self.data.same:
             raise ValueError(
                 "shard_placement_fn must not return a mesh if same_data_dims names dims of `mesh`, got one for "
-                f"{name}; shard such parameters in a separate call"
+                f"{name}. Shard such parameters in a separate call"
             )
         if getattr(info, "dp_mesh_dims", None) is not None:
             return _named_dims(info.spmd_mesh, info.dp_mesh_dims)
@@ -259,8 +259,8 @@ def _named_dims(mesh: DeviceMesh, dims: Any) -> DataMesh:
     """Returns the mesh for DTensors on `mesh` with dp_mesh_dims. As in FSDP2, several `shard` dims are flattened."""
     if not hasattr(dims, "shard") or not hasattr(dims, "replicate"):
         raise ValueError(
-            "dp_mesh_dims must be torch's DataParallelMeshDims, or an object with its attributes shard and replicate "
-            f"(each None, a name of a mesh dim, or several names), got a {type(dims).__name__}"
+            "dp_mesh_dims must be torch's DataParallelMeshDims, or an object with its attributes shard and replicate, "
+            f"got a {type(dims).__name__}. Each attribute is None or names of mesh dims"
         )
     shard, replicate = _names(dims.shard), _names(dims.replicate)
     names = mesh.mesh_dim_names or ()
@@ -386,7 +386,7 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
     """Raises ValueError if a parameter is tied to a weight of another unit, or is not supported."""
     if hasattr(parameter, GIVEN):
         raise ValueError(
-            f"{name} must belong to one unit, got a parameter that is tied to a weight of another unit; pass the "
+            f"{name} must belong to one unit, got a parameter that is tied to a weight of another unit. Pass the "
             "modules that share it in one call, as a list, or leave both to the call for the outermost module"
         )
     data = parameter.detach()

@@ -101,8 +101,8 @@ class ReduceScatter(_Allocating, _fsdp_api.ReduceScatter):
         placement = next((name for known, name in _PLACEMENTS.items() if op == known), None)
         if placement is None:
             raise ValueError(
-                f"op must be ReduceOp.SUM, AVG, MIN, MAX or PRODUCT, got {op}; with a gradient divide factor in FSDP2, "
-                "call module.set_force_sum_reduction_for_comms(True), so that FSDP2 scales gradients after the sum"
+                f"op must be ReduceOp.SUM, AVG, MIN, MAX or PRODUCT, got {op}. With a gradient divide factor in FSDP2, "
+                "call module.set_force_sum_reduction_for_comms(True): FSDP2 then scales gradients after the sum"
             )
         return _move(placement, "S(0)", input_tensor, output_tensor, group, async_op)
 
@@ -117,12 +117,12 @@ def _move(
             raise argument_error(name, "contiguous", f"strides {tensor.stride()}")
     full, part = (out, x) if dst == "R" else (x, out)
     size = group.size()
-    if full.numel() != part.numel() * size or x.dtype != out.dtype:
+    if x.dtype != out.dtype:
+        raise argument_error("output_tensor", f"{x.dtype}, as input_tensor is", out.dtype)
+    if full.numel() != part.numel() * size:
         factor = f"{size} times" if dst == "R" else f"1/{size} of"
-        raise ValueError(
-            f"output_tensor must have {factor} the elements of input_tensor, and its dtype, got {out.numel()} elements "
-            f"of {out.dtype} for {x.numel()} of {x.dtype} on each of {size} ranks"
-        )
+        allowed = f"a tensor with {factor} the elements of input_tensor ({x.numel()}) on {size} ranks"
+        raise argument_error("output_tensor", allowed, f"{out.numel()} elements")
     executable = _executable(full.numel(), x.dtype, src, dst, x.device.type, group)
     with torch.no_grad():
         x, out = x.view(-1), out.view(-1)

@@ -81,7 +81,7 @@ def check(name: str, layouts: Layouts, is_plain_policy: bool) -> None:
     others = [p for i, p in enumerate(layouts.placements) if i in data.data_dims and i != data.cut]
     if layouts.store is not layouts.shards or layouts.kept is not None or any(p != Replicate() for p in others):
         raise ValueError(
-            f"{name} must be sharded along one mesh dim, because it has fsdp_pre_all_gather; leave out "
+            f"{name} must be sharded along one mesh dim, because it has fsdp_pre_all_gather. Leave out "
             "Options.placements, store_placements, kept_placements and an integer reshard_after_forward"
         )
     if not is_plain_policy:

@@ -294,13 +294,13 @@ def product_of(
     if reason is not None:
         kind = "a scale for each row" if is_rowwise else "one scale for each weight"
         raise ValueError(
-            f"matmul_format must be None for {name} with {kind} on {layouts.mesh.device_type}, got 'float8': {reason}; "
-            "with None, weights are converted to the dtype of mp_policy after the gather"
+            f"matmul_format must be None for {name} with {kind} on {layouts.mesh.device_type}, got 'float8': {reason}. "
+            "With None, weights are converted to the dtype of mp_policy after the gather"
         )
     if layouts.kept is not None:
         raise ValueError(
-            f"matmul_format must be None for {name} with kept_placements or a number of ranks in "
-            "reshard_after_forward, which keep converted copies of weights, got 'float8'"
+            f"matmul_format must be None for {name} with kept_placements or an integer reshard_after_forward, got "
+            "'float8'. These options keep converted copies of weights"
         )
     form: Any = type(dtypes.gathers)
     padded = dataclasses.replace(dtypes, gathers=form(pads=True))

@@ -55,8 +55,8 @@ def check_blocks(wire: str, name: str, shards: _planner.Layout, block: int) -> N
         if divided or begins != blocks.region(rank)[-1]:
             raise ValueError(
                 f"message_format must not be {wire!r} if shards divide blocks of {block} elements along the last dim, "
-                f"got {name} of shape {tuple(shards.shape)}, placed as {', '.join(shards.placements)}; shard other "
-                f"dims, or in multiples of {block}"
+                f"got {name} of shape {tuple(shards.shape)}, placed as {', '.join(shards.placements)}. Shard other "
+                f"dims, or the last dim in multiples of {block}"
             )
 
 
@@ -275,7 +275,7 @@ class Nvfp4(ScaledCodes, InBlocks):
             others = [key for key in FORMATS if key != "nvfp4"]
             raise ValueError(
                 f"message_format must be one of {', '.join(map(repr, others))}, torch.bfloat16, torch.float16 and None "
-                f"for {name} on {device_type}, got 'nvfp4', which requires torchao's kernels: {reason}"
+                f"for {name} on {device_type}, got 'nvfp4'. It requires torchao's kernels: {reason}"
             )
         check_blocks("nvfp4", name, shards, _NV_BLOCK)
 

@@ -77,8 +77,8 @@ def _begin_forward(inputs: Sequence[torch.Tensor], unit: int, records: bool) -> 
     runner, its = _found(unit)
     if runner.gathers_in_chunks:
         raise RuntimeError(
-            f"chunked must be False for {runner.units[0].name} if compiled graphs contain units, which then multiply "
-            "by full weights, got True; or compile only submodules of units"
+            f"chunked must be False for {runner.units[0].name} if compiled graphs contain units, got True. Units in "
+            "graphs multiply by full weights. Or compile only submodules of units"
         )
     if its is runner.units[0] and its.forwards and not is_in_backward():
         runner.abort()  # a graph has failed between its events

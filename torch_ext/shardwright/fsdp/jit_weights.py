@@ -218,7 +218,7 @@ class _Block:
             return reads.unpack(saved)
         if self._weight.parameter._version != self._version:
             raise RuntimeError(
-                "the weight was written between a forward and its backward, which needs the old values; write it after "
+                "the weight was written between a forward and its backward, which needs the old values. Write it after "
                 "the backward"
             )
         full = self._weight._gather() if self._full is None else self._full

@@ -52,7 +52,7 @@ class DataMesh(NamedTuple):
             mesh = DeviceMesh._concatenate([self.mesh, own_mesh])
         except (RuntimeError, AssertionError) as error:  # AssertionError if mesh dims have no names
             raise ValueError(
-                f"must be on other dims of the root mesh than {self.mesh}, got {own_mesh}: {error}; if parameters are "
+                f"must be on other dims of the root mesh than {self.mesh}, got {own_mesh}: {error}. If parameters are "
                 "on all dims of mesh, pass dp_mesh_dims"
             ) from error
         return self._replace(mesh=mesh, own=(*self.own, *range(own_mesh.ndim)), own_mesh=own_mesh)

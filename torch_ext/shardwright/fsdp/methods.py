@@ -116,7 +116,7 @@ class ShardedModule(FSDPModule):
         unit = _unit_of(self)
         if unit.is_open:
             raise RuntimeError(
-                f"reshard cannot release {unit.name} in the middle of a forward or backward; call it before or after"
+                f"reshard cannot release {unit.name} in the middle of a forward or backward. Call it before or after"
             )
         unit.is_unsharded = False
         if unit.is_resident:

@@ -124,8 +124,8 @@ def unpack(saved: Any) -> torch.Tensor:
     if type(saved) is _Read:
         if saved.weight.version != saved.version:
             raise RuntimeError(
-                f"{saved.weight.name} was written between a forward and its backward, which needs the old values; "
-                "write parameters after the backward"
+                f"{saved.weight.name} was written between a forward and its backward, which needs the old values. "
+                "Write parameters after the backward"
             )
         saved.unit.read(saved.forward)
         return saved.tensor

@@ -113,7 +113,7 @@ class Reductions:
             names = [self._weight((unit, which)).name for unit, several in late.items() for which in several]
             raise RuntimeError(
                 "the captured backward must use the same weights as the steps before the capture, got gradients also "
-                f"of {', '.join(names)}; run a step that uses them before the capture"
+                f"of {', '.join(names)}. Run a step that uses them before the capture"
             )
         return late
 

@@ -168,8 +168,8 @@ class Runner:
         if self._end is not None and self._end() is None:
             self.abort()
             raise RuntimeError(
-                f"{unit.name} had gradients of a backward that has failed, and they are discarded; run the forward "
-                "again before the next backward, or call reset_iter_state() on the module"
+                f"{unit.name} had gradients of a backward that has failed; they are discarded. Run the forward again "
+                "before the next backward, or call reset_iter_state() on the module"
             )
         self._note_backward()
 

@@ -408,7 +408,7 @@ def check_no_create_graph(name: str) -> None:
     """Raises RuntimeError in a backward that records a graph."""
     if torch.is_grad_enabled():
         raise RuntimeError(
-            f"create_graph must be False in a backward of {name}, got True; the second backward would need weights "
+            f"create_graph must be False in a backward of {name}, got True. The second backward would need weights "
             "that sw.fully_shard has released by then"
         )
 

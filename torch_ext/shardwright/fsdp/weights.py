@@ -281,7 +281,7 @@ class Weight(Trained):
         if part.dtype != self._dtype or part.device.type != self._part_device_type:
             raise RuntimeError(
                 f"{self.name} must stay {self._dtype} on {self._part_device_type} during a step, got {part.dtype} on "
-                f"{part.device}; convert parameters between steps, in compiled models by to() of a module under "
+                f"{part.device}. Convert parameters between steps; in compiled models call to() of a module under "
                 "sw.fully_shard"
             )
         if self.whole.requires_grad != self.sharded.requires_grad:
@@ -297,19 +297,19 @@ class Weight(Trained):
             fits = isinstance(found, DTensor) and found.shape == self.sharded.shape and found.device_mesh == self.mesh
             if not fits or tuple(found.placements) != placements:
                 raise RuntimeError(
-                    f"{self.name} must be a DTensor parameter of shape {tuple(self.sharded.shape)}, placed as "
-                    f"{placements}, on the mesh of sw.fully_shard, got another parameter, a {type(found).__name__}"
+                    f"{self.name} must stay a DTensor parameter of shape {tuple(self.sharded.shape)} with {placements} "
+                    f"on the mesh of sw.fully_shard, got another parameter, a {type(found).__name__}"
                 )
             if self.has_gradient:
-                before = "before that, run a backward that reduces gradients, or call finalize_backward()"
-                raise RuntimeError(f"{self.name} was replaced while its gradient waits for a reduction; {before}")
+                before = "Before that, run a backward that reduces gradients, or call finalize_backward()"
+                raise RuntimeError(f"{self.name} was replaced while its gradient waits for a reduction. {before}")
             self.sharded = found
             self.watch_again()
         part: torch.Tensor = self.sharded._local_tensor  # type: ignore[attr-defined]
         if part.device.type not in (self._home_type, "meta"):
             raise RuntimeError(
-                f"{self.name} must be on {self._home_type}, where sw.fully_shard has put it"
-                f"{' for offload_policy' if self._host is not None else ''}, got {part.device}"
+                f"{self.name} must stay on {self._home_type}"
+                f"{' with offload_policy' if self._host is not None else ''} after sw.fully_shard, got {part.device}"
             )
 
     @property

@@ -152,8 +152,8 @@ def _with_dim_behind(text: str, flattened: int, ndim: int) -> str:
     if dim < flattened and not (kind == "Owned" and dim >= 0) and not (kind in ("S", "Shard") and dim == 0):
         raise ValueError(
             f"placements: tensor dim of {text} must be at least {flattened} next to a Ragged that flattens dims 0 to "
-            f"{flattened - 1}, got {dim}. S(0) and Owned may have any dim. Write other cuts with "
-            f"flattened={flattened}, where dim 0 is all of these dims in every placement, next to Ragged(0, sizes)"
+            f"{flattened - 1}, got {dim}. S(0) and Owned may have any dim. For other cuts, pass flattened={flattened} "
+            "and Ragged(0, sizes); then dim 0 is all of these dims in every placement"
         )
     return f"{kind}({max(dim - flattened + 1, 0)}{rest})"
 
@@ -199,9 +199,9 @@ class _Cuts:
             if not is_clear:
                 names = [self.mesh.dim_names[other] for other in (*others, d)]
                 raise ValueError(
-                    f"placements: on mesh dim {names[-1]!r}, before mesh dims that cut the same dim into {count}, a "
-                    f"RaggedShard must have a shard_order, and a _StridedRaggedShard split factor {count} in the "
-                    f"shard_order {{0: {names}}}, got {placement!r}"
+                    f"placements: the placement of mesh dim {names[-1]!r} must be a RaggedShard with a shard_order, or "
+                    f"a _StridedRaggedShard with split factor {count} and shard_order {{0: {names}}}, got "
+                    f"{placement!r}. Later mesh dims cut the same dim into {count}"
                 )
             if is_strided:
                 self.order[0] = [*others, d]
@@ -233,8 +233,8 @@ class _Cuts:
             raise ValueError(
                 f"placements: parts that S(0) on mesh dim {self.mesh.dim_names[mesh_dim]!r} cuts must be multiples of "
                 f"{count} rows of {row} elements in dims 0 to {self.flattened - 1}, got {lengths[0]} to {lengths[-1]} "
-                f"elements. Otherwise write flattened={self.flattened}, 'S(0)' to cut into chunks of elements or "
-                f"'Blocks(0,{row})' to cut into chunks of rows, next to Ragged(0, sizes)"
+                f"elements. Otherwise pass flattened={self.flattened} and Ragged(0, sizes), with 'S(0)' for chunks of "
+                f"elements or 'Blocks(0,{row})' for chunks of rows"
             )
 
 

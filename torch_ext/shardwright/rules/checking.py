@@ -63,7 +63,7 @@ def _differences(name: str, mapped: Mapped, there: Wanted) -> list[str]:
         )
     if mapped.dtype != there.dtype:
         differences.append(
-            f"{name}: the map makes {mapped.dtype}, and the destination has {there.dtype}; "
+            f"{name}: the map makes {mapped.dtype}, and the destination has {there.dtype}. "
             f"cast('{there.dtype}', '{name}') casts it before it moves"
         )
     ndim = len(mapped.shape)

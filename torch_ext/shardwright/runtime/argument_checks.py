@@ -43,7 +43,7 @@ def check_written(argument: str, tensor: torch.Tensor) -> None:
     if overlaps_itself(tensor):
         raise ValueError(
             f"{argument} must have an address for each element, got shape {tuple(tensor.shape)} and strides "
-            f"{tensor.stride()}; use .contiguous()"
+            f"{tensor.stride()}. Use .contiguous()"
         )
 
 
@@ -81,9 +81,9 @@ def placements_of(value: Any, ndim: int) -> list[Placement]:
     for placement in placements:
         if is_cut(placement):
             raise ValueError(
-                f"placements must be torch's placements, got {placement!r}, with which DTensor's operators would "
-                "compute wrong numbers. redistribute_local, redistribute_many and transfer accept it, with the local "
-                "tensor and a Layout"
+                f"placements must be torch's placements, got {placement!r}. DTensor's operators would compute wrong "
+                "numbers with it. Use redistribute_local, redistribute_many or transfer, with the local tensor and a "
+                "Layout"
             )
         if not isinstance(placement, Placement):
             allowed = "torch's placements, such as Shard(0) and Replicate()"

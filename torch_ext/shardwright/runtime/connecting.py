@@ -242,8 +242,8 @@ class _JobExchange:
         if len(members) < len(here) or sum(sizes.values()) != self.world_size or len(sizes) < 2:
             worlds = ", ".join(f"{size} ({role})" for role, size in sorted(sizes.items()))
             raise RuntimeError(
-                "connect: the ranks must be all ranks of two or more jobs with different roles, "
-                f"{self.world_size} (world_size) in all, got {_who(here)}, of worlds of {worlds}"
+                f"connect: the {self.world_size} (world_size) ranks must be all ranks of two or more jobs with "
+                f"different roles, got {_who(here)}. The jobs have {worlds} ranks"
             )
         return members
 

@@ -432,7 +432,7 @@ def lowering(device_type: str, group: dist.ProcessGroup | None) -> _planner.Lowe
     if name is None:
         raise RuntimeError(
             f"group must have a backend such as gloo or nccl for {device_type}, got "
-            f"{group if group is not None else dist.group.WORLD} without one, as process groups written in Python"
+            f"{group if group is not None else dist.group.WORLD} without one, such as a group written in Python"
         )
     return _planner.Lowering.of_backend(name, device_type)
 

@@ -379,13 +379,13 @@ def check_may_make(ranks: tuple[int, ...], may_make: bool) -> None:
     """Raises RuntimeError if a missing process group cannot be made now."""
     if not may_make:
         raise RuntimeError(
-            f"group: ranks {ranks} have no process group, and none may be made (make_groups=False); call "
+            f"group: ranks {ranks} have no process group, and none may be made (make_groups=False). Call "
             "shardwright.prepare(mesh) first; for layouts on two meshes, with redistributes=[(src, dst)]"
         )
     if _is_capturing():
         raise RuntimeError(
-            f"group: ranks {ranks} have no process group yet, and none can be made while a CUDA graph is captured; "
-            "call shardwright.prepare(mesh) before the capture; for layouts on two meshes, with "
+            f"group: ranks {ranks} have no process group yet, and none can be made while a CUDA graph is captured. "
+            "Call shardwright.prepare(mesh) before the capture; for layouts on two meshes, with "
             "redistributes=[(src, dst)]"
         )
 

@@ -303,7 +303,7 @@ class _Given:
         argument_checks.check_moved(name, tensor)
         if tensor.requires_grad and torch.is_grad_enabled():
             raise ValueError(
-                f"{name} must not require a gradient, got a tensor that does; detach it, or call under "
+                f"{name} must not require a gradient, got a tensor that does. Detach it, or call under "
                 "torch.no_grad(), or use redistribute_local, which is differentiable"
             )
         on_mesh = layout.mesh.coordinate(self.rank) is not None

@@ -154,8 +154,8 @@ def device_of(group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None) -
     first, *others = _devices(group)
     if others:
         raise ValueError(
-            "local must be an empty tensor on the device of the other ranks' tensors, or device_mesh given, got None "
-            f"on rank {dist.get_rank(group)} of a group that communicates on {first} and on {others[0]}"
+            f"local must be an empty tensor on the device of the other ranks' tensors, got None on rank "
+            f"{dist.get_rank(group)}. Or pass device_mesh: the group communicates on {first} and on {others[0]}"
         )
     return first
 
@@ -178,7 +178,7 @@ def device_among_many(
     if others:
         raise ValueError(
             f"device must be the device of the other ranks' tensors, got None on rank {dist.get_rank(group)}, which "
-            f"passes no tensors to a group that communicates on {first} and on {others[0]}"
+            f"passes no tensors. The group communicates on {first} and on {others[0]}"
         )
     return first
 

@@ -123,7 +123,7 @@ def _on_split_mesh(x: DTensor, layout: _planner.Layout, seen: _planner.Layout) -
     """Returns `x` with the layout `seen`, whose mesh splits dims of the mesh of `x`."""
     if _are_we_tracing():
         raise ValueError(
-            f"x must have a view on its own mesh in compiled code, got {seen} on a split mesh; use the view outside of "
+            f"x must have a view on its own mesh in compiled code, got {seen} on a split mesh. Use the view outside of "
             "compiled code, redistribute=True, or a view of x.to_local() with its layout"
         )
     with _planning():

@@ -141,9 +141,9 @@ def gathered(schema: OpSchema, ask: Callable[[OpSchema], OutputSharding]) -> Out
         is_written = argument.alias_info is not None and argument.alias_info.is_write
         if cut is not None and (is_written or argument.name in schema.kwargs_schema):
             raise RuntimeError(
-                f"{argument.name} must not be cut in strides, got {cut.placements} of shape {tuple(cut.shape)} for "
-                f"{schema.op}, {'which writes to it' if is_written else 'a keyword'}; redistribute it first, for "
-                "example to Replicate(), or run this operator on to_local()"
+                f"{argument.name} must not be a strided shard if {schema.op} "
+                f"{'writes to it' if is_written else 'takes it as a keyword'}, got {cut.placements} of shape "
+                f"{tuple(cut.shape)}. Redistribute it first, or run this operator on to_local()"
             )
     gathered_args = tree_map(_gathered_spec, schema.args_schema, is_leaf=_is_spec)
     first = OpSchema(schema.op, gathered_args, schema.kwargs_schema, schema_info=schema.schema_info)
