@@ -155,11 +155,11 @@ def _gather_order() -> None:
     class Logged(activations._ShardedActivation):
         def start_gather(self) -> None:
             if self._gathered is None:
-                log.append(("start", self.number))
+                log.append(("start", self.index))
             super().start_gather()
 
         def unpack(self, sequence: Any) -> torch.Tensor:
-            log.append(("need", self.number))
+            log.append(("need", self.index))
             return super().unpack(sequence)
 
     mesh = get_mesh((2,))

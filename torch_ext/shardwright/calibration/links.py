@@ -67,8 +67,8 @@ def measure_links(job: Job, given_per_node: int | None, name: str, mesh: Any | N
         given_per_node = argument_values.integer(given_per_node, "ranks_per_node")
     per_node = ranks_per_node(job, given_per_node)
     nodes = by_node(job.members, per_node)
-    places = ([rank for rank in place if rank is not None] for place in itertools.zip_longest(*nodes))
-    series = [*_in_teams(job, "inside", nodes), *_in_teams(job, "between", list(places)), *_along(job, mesh)]
+    teams = ([rank for rank in team if rank is not None] for team in itertools.zip_longest(*nodes))
+    series = [*_in_teams(job, "inside", nodes), *_in_teams(job, "between", list(teams)), *_along(job, mesh)]
     points, copy_seconds = _take_points(job, series)
     along = {where.removeprefix(_ALONG): taken for where, taken in points.items() if where.startswith(_ALONG)}
     crossing = _crossing(mesh, per_node)

@@ -213,7 +213,7 @@ class _ShardedActivation:
         self._gathered: torch.Tensor | None = None  # the full activation, gathered or being gathered
         self._num_unpacked = 0  # number of its saved tensors that this backward has unpacked
         self.num_saved = 0  # number of saved tensors that are views of it
-        self.number = 0  # its index in its sequence
+        self.index = 0  # its index in its sequence
         self.was_needed = False  # a backward has unpacked it
         self.looks = f"{str(part.dtype).removeprefix('torch.')}[{full.shape[0]}]"  # dtype and size, to compare ranks
         # The running step of `fully_shard`, if any, and the activation's number in it.
@@ -289,10 +289,10 @@ class _Sequence:
 
     def add(self, activation: _ShardedActivation) -> None:
         """Adds an activation that was packed, and numbers it."""
-        activation.number = len(self._seen)
+        activation.index = len(self._seen)
         self._seen.append(activation.looks)
         if len(self._seen) <= self._on.longest:
-            self._held[activation.number] = activation
+            self._held[activation.index] = activation
         else:
             self._held.clear()
 
@@ -301,15 +301,15 @@ class _Sequence:
         if not self.is_closed:
             self.is_closed = True
             self._planned = self._on.order_of(tuple(self._seen), device)
-        self._held.pop(activation.number, None)
+        self._held.pop(activation.index, None)
         if activation.was_needed:  # by an earlier backward through the same graph
             return None
         activation.was_needed = True
         at = len(self._reached)
-        if self._planned is not None and self._planned[at : at + 1] != [activation.number]:
+        if self._planned is not None and self._planned[at : at + 1] != [activation.index]:
             self._planned = None
             self._on.orders[tuple(self._seen)] = self._reached
-        self._reached.append(activation.number)
+        self._reached.append(activation.index)
         following = [] if self._planned is None else self._planned[at + 1 : at + 2]
         return self._held.get(following[0]) if following else None
 

@@ -30,7 +30,7 @@ from .units import Unit
 class Event(NamedTuple):
     """The uses and sizes of one sharded activation of a step (fsdp/activations.py)."""
 
-    number: int  # index in the order of saving
+    saved_index: int  # in the order of saving
     name: str
     kept_bytes: int  # size of this rank's shard
     full_bytes: int  # size of the gathered activation
@@ -180,7 +180,7 @@ class About(NamedTuple):
 class ActivationPlan(NamedTuple):
     """The schedule of activations, in the order of turns."""
 
-    numbers: Sequence[int]  # the activation of each turn
+    indices: Sequence[int]  # the activation of each turn
     gathers: Sequence[tuple[int, int]]  # the use and the turn in which its gather starts; turn -1: before the use
 
 
@@ -210,31 +210,31 @@ class StepActivations:
         for activation in self._starting(-1):
             activation.start_gather()
 
-    def begin_turn(self, number: int) -> list[Any] | None:
+    def begin_turn(self, index: int) -> list[Any] | None:
         """Notes that the backward needs an activation for the first time.
 
         Returns the activations whose gathers the schedule starts in this turn; None if no schedule is followed.
         """
         turn = len(self._turns)
-        self._turns.append((number, self.use))
-        if self._plan is not None and tuple(self._plan.numbers[turn : turn + 1]) != (number,):
+        self._turns.append((index, self.use))
+        if self._plan is not None and tuple(self._plan.indices[turn : turn + 1]) != (index,):
             self._plan = None
         return None if self._plan is None else self._starting(turn)
 
-    def let_go(self, number: int) -> None:
+    def let_go(self, index: int) -> None:
         """Notes that the backward has freed an activation."""
-        self._let_go[number] = len(self._turns) - 1, self.use
+        self._let_go[index] = len(self._turns) - 1, self.use
 
     def _starting(self, turn: int) -> list[Any]:
         """Returns the living activations whose gathers start in a turn; for turn -1, before the running use."""
         if self._plan is None:
             return []
-        numbers = [
-            number
-            for number, (use, trigger) in zip(self._plan.numbers, self._plan.gathers)
-            if trigger == turn and (turn >= 0 or use == self.use) and number < len(self._saved)
+        indices = [
+            index
+            for index, (use, trigger) in zip(self._plan.indices, self._plan.gathers)
+            if trigger == turn and (turn >= 0 or use == self.use) and index < len(self._saved)
         ]
-        found = [self._saved[number][0]() for number in numbers]
+        found = [self._saved[index][0]() for index in indices]
         return [activation for activation in found if activation is not None]
 
     def end(self) -> None:
@@ -248,14 +248,14 @@ class StepActivations:
         """Returns the activations that had a turn, in the order of turns."""
         end = len(self._turns) - 1, max(self.use, 0)
         events = []
-        for number, first in self._turns:
-            until, last = self._let_go.get(number, end)
-            about, saved = self._about[number], self._saved[number][1]
+        for index, first in self._turns:
+            until, last = self._let_go.get(index, end)
+            about, saved = self._about[index], self._saved[index][1]
             plan = executables.make_plan(about.cut, about.whole, about.device_type)
             gather_ps = round(1e6 * plan.predicted_us)
             full_bytes = int(about.whole.shape[0]) * getattr(torch, about.whole.dtype).itemsize
             figures = about.kept_bytes, full_bytes, gather_ps, saved, first, max(first, last), until
-            events.append(Event(number, about.name, *figures))
+            events.append(Event(index, about.name, *figures))
         return events
 
 
@@ -279,7 +279,7 @@ def agreed_events(events: list[Event], meshes: set[DeviceMesh], device: torch.de
         return []
     (mesh,) = meshes
     words = MeshWords(mesh, device)
-    text = ";".join(f"{e.number} {e.saved} {e.first} {e.last} {e.until}" for e in events)
+    text = ";".join(f"{e.saved_index} {e.saved} {e.first} {e.last} {e.until}" for e in events)
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
     count, least_count, most, least = words.largest([len(events), -len(events), digest, -digest])
     if count != -least_count or most != -least or count == 0:
@@ -363,8 +363,8 @@ class Plan:
                 self.reduces_in_chunks[use].add(unit)
         self.activations: ActivationPlan | None = None
         if timed is not None and timed.activations:
-            numbers = [event.number for event in timed.activations]
-            self.activations = ActivationPlan(numbers, schedule.activation_gathers)
+            indices = [event.saved_index for event in timed.activations]
+            self.activations = ActivationPlan(indices, schedule.activation_gathers)
         # Units that multiply in chunks in some use. Their modules have the class for chunks in all uses: a forward must
         # prepare its backward, and a recomputation must save the same tensors as its forward.
         self.multiplies: frozenset[int] = frozenset().union(*self.in_chunks, *self.reduces_in_chunks)

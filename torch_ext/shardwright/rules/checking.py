@@ -71,9 +71,9 @@ def _differences(name: str, mapped: Mapped, there: Wanted) -> list[str]:
     missing, repeated = covered
     for box in missing[:_MAX_SHOWN]:
         differences.append(f"{name}: no source gives {box_text(box)} of {mapped.shape}")
-    for box, numbers in repeated[:_MAX_SHOWN]:
-        sources = " and ".join(mapped.pieces[i].source for i in numbers)
-        differences.append(f"{name}: {box_text(box)} of {mapped.shape} is given {len(numbers)} times, by {sources}")
+    for box, indices in repeated[:_MAX_SHOWN]:
+        sources = " and ".join(mapped.pieces[i].source for i in indices)
+        differences.append(f"{name}: {box_text(box)} of {mapped.shape} is given {len(indices)} times, by {sources}")
     left = len(missing) + len(repeated) - min(len(missing), _MAX_SHOWN) - min(len(repeated), _MAX_SHOWN)
     if left:
         differences.append(f"{name}: {left} more boxes have no source or several")

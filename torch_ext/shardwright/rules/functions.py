@@ -43,12 +43,12 @@ def split(
         groups: the number of groups of chunks, as in `fuse`; it divides every size.
     """
     names = _patterns("parts", parts, name)
-    numbers = None
+    checked = None
     if sizes is not None:
-        numbers = tuple(_integer("sizes", size) for size in argument_values.items(sizes, "sizes", "a list of integers"))
-        if len(numbers) != len(names) or min(numbers) < 0:
-            raise argument_error("sizes", f"a list of {len(names)} integers of at least 0, one per part", list(numbers))
-    return kinds.Split(_pattern("name", name), names, _integer("dim", dim), numbers, _positive(groups))
+        checked = tuple(_integer("sizes", size) for size in argument_values.items(sizes, "sizes", "a list of integers"))
+        if len(checked) != len(names) or min(checked) < 0:
+            raise argument_error("sizes", f"a list of {len(names)} integers of at least 0, one per part", list(checked))
+    return kinds.Split(_pattern("name", name), names, _integer("dim", dim), checked, _positive(groups))
 
 
 def transpose(names: str, dims: Sequence[int]) -> Rule:

@@ -62,10 +62,10 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
     else:
         return False
     # Otherwise, compute the address of every element relative to the first one, and count the distinct ones.
-    places = torch.zeros(1, dtype=torch.int64)
+    offsets = torch.zeros(1, dtype=torch.int64)
     for stride, size in zip(tensor.stride(), tensor.shape, strict=True):
-        places = places.unsqueeze(-1) + stride * torch.arange(size)
-    return places.unique().numel() < tensor.numel()
+        offsets = offsets.unsqueeze(-1) + stride * torch.arange(size)
+    return offsets.unique().numel() < tensor.numel()
 
 
 def resolved(tensor: torch.Tensor) -> torch.Tensor:

@@ -27,10 +27,10 @@ class ManyHandle:
     On devices with streams, waiting makes the current stream wait; the host continues.
     """
 
-    def __init__(self, pending: _runtime.BatchHandle | None, results: list[torch.Tensor], numbers: list[int]) -> None:
+    def __init__(self, pending: _runtime.BatchHandle | None, results: list[torch.Tensor], moving: list[int]) -> None:
         self._pending = pending
         self._results = results
-        self._numbers = {item: index for index, item in enumerate(numbers)}
+        self._index_in_batch = {item: index for index, item in enumerate(moving)}
 
     def wait(self) -> list[torch.Tensor]:
         """Waits until all tensors have arrived, and returns them."""
@@ -49,7 +49,7 @@ class ManyHandle:
         if not 0 <= item < len(self._results):
             raise argument_error("item", f"in [0, {len(self._results) - 1}]", item)
         result = self._results[item]
-        if self._pending is not None and (index := self._numbers.get(item)) is not None:
+        if self._pending is not None and (index := self._index_in_batch.get(item)) is not None:
             self._pending.wait_for_destination(index)
         return result
 

@@ -52,13 +52,13 @@ class SecondCopy:
 
     def __init__(self, front: Sequence[torch.Tensor]) -> None:
         self._front = front
-        numbers: dict[int, list[int]] = {}  # indices of the tensors, by storage
+        indices: dict[int, list[int]] = {}  # indices of the tensors, by storage
         for index, tensor in enumerate(front):
             if tensor.numel():
-                numbers.setdefault(storage_of(tensor), []).append(index)
+                indices.setdefault(storage_of(tensor), []).append(index)
         self.tensors = [torch.empty_like(tensor) if tensor.numel() == 0 else tensor for tensor in front]
         self._memories = []
-        for some in numbers.values():
+        for some in indices.values():
             memory = _memory([front[index] for index in some])
             for index in some:
                 self.tensors[index] = _placed_like(front[index], memory.back)

@@ -329,9 +329,9 @@ class Transfer:
         found = checked(lambda: self._made.tensors.renew(own), problems, groups.rank_in_meshes(self._group.get()), [])
         self._made.starts.agree([*problems, *found])
 
-    def _mark_given(self, numbers: range) -> None:
+    def _mark_given(self, indices: range) -> None:
         """Increments the versions of passed tensors. Those of a DTensor and its local tensor are separate."""
-        tensors = (self._made.tensors.destination.given.get(self._made.names[index]) for index in numbers)
+        tensors = (self._made.tensors.destination.given.get(self._made.names[index]) for index in indices)
         values = [tensor.value for tensor in tensors if tensor is not None and tensor.value is not None]
         torch.autograd.graph.increment_version(values)
 
