@@ -167,7 +167,7 @@ std::vector<Flow> flows_of(const BatchPlan& plan) {
 void count_messages(const BatchPlan& plan, BatchCertificate& certificate) {
   const std::vector<Travel> travels = travels_of(plan);
   int64_t item_messages = 0;
-  std::vector<int64_t> at_most(plan.ranks().size(), 0);
+  std::vector<int64_t> message_bounds(plan.ranks().size(), 0);
   for (size_t k = 0; k < travels.size(); ++k) {
     auto rounds = static_cast<int64_t>(travels[k].pieces.size());
     for (const uint64_t word : travels[k].unsplit_rounds) rounds += std::popcount(word);
@@ -175,13 +175,13 @@ void count_messages(const BatchPlan& plan, BatchCertificate& certificate) {
       const Rank rank = plan.ranks()[load.rank];
       const int64_t received = plan.kinds()[k].exchange->messages_at_most(rank, Direction::kReceive);
       item_messages += received;
-      at_most[load.rank] += received * rounds;
+      message_bounds[load.rank] += received * rounds;
     }
   }
   certificate.messages_are_exact = item_messages <= BatchCertificate::kMaxItemMessages;
   if (!certificate.messages_are_exact) {
     const int64_t from_all = (certificate.ranks - 1) * certificate.rounds;
-    for (const int64_t messages : at_most) {
+    for (const int64_t messages : message_bounds) {
       certificate.messages_max = std::max(certificate.messages_max, std::min(messages, from_all));
       certificate.messages_sum += std::min(messages, from_all);
     }
@@ -247,9 +247,9 @@ void count_reductions(const BatchPlan& plan, BatchCertificate& certificate) {
   certificate.reductions = static_cast<int64_t>(plan.reductions().size());
   for (const Rank rank : plan.ranks()) {
     int64_t bytes = 0;
-    for (const auto& [number, layout] : reduced) {
+    for (const auto& [source, layout] : reduced) {
       const std::optional<Position> position = layout->mesh().position_of(rank);
-      if (position) bytes += num_elements(layout->region(*position)) * layout->dtype().size_bytes() * times[number];
+      if (position) bytes += num_elements(layout->region(*position)) * layout->dtype().size_bytes() * times[source];
     }
     certificate.reduced_bytes_max = std::max(certificate.reduced_bytes_max, bytes);
   }
@@ -275,24 +275,27 @@ BatchCertificate certificate_of(const BatchPlan& plan) {
 }
 
 std::string BatchCertificate::to_string() const {
-  const char* at_most = messages_are_exact ? "" : "at most ";
-  const std::string reduced =
-      reductions == 0
-          ? ""
-          : concat("\n  reduced before: ", count_text(reductions, "tensor"), ", for which all ranks receive ",
-                   bytes_text(reduction_bytes_sum), "; at most ", bytes_text(reduced_bytes_max),
-                   " of reduced parts on a rank, and ", bytes_text(reducing_bytes_max), " while reducing");
-  return concat(items, items == 1 ? " item of " : " items of ", count_text(kinds, "kind"), " over ",
-                count_text(ranks, "rank"), "\n  received: ", bytes_text(received_bytes_max), " by the worst rank, ",
-                bytes_text(received_bytes_sum), " by all; ", reductions == 0 ? "" : "once all is reduced, ",
-                "nothing can do with less. ", bytes_text(kept_bytes_sum), " stay on their ranks",
-                "\n  sent: ", bytes_text(sent_bytes_max), " by the worst rank, ",
-                sent_bound_is_exact ? "" : "at least ", bytes_text(sent_bytes_bound),
-                " if only ranks of the sources send", "\n  rounds: ", rounds, ", at least ", rounds_bound,
-                " with such buckets; messages: ", at_most, messages_sum, ", ", at_most, messages_max, " to one rank",
-                reduced, "\n  extra memory: ", reductions == 0 ? "" : "at most ", bytes_text(memory_bytes),
-                " on each rank, ", count_text(buckets, "bucket"), " of ", bytes_text(bucket_bytes),
-                reductions == 0 ? ", and nothing else" : ", and what is reduced");
+  const char* limit = messages_are_exact ? "" : "at most ";
+  std::string text = concat(items, items == 1 ? " item of " : " items of ", count_text(kinds, "kind"), " over ",
+                            count_text(ranks, "rank"));
+  if (reductions > 0) {
+    text += concat("\n  reduced before: ", count_text(reductions, "tensor"), "; all ranks receive ",
+                   bytes_text(reduction_bytes_sum), "; a rank has at most ", bytes_text(reduced_bytes_max),
+                   " of reduced parts, and ", bytes_text(reducing_bytes_max), " of temporaries");
+  }
+  text +=
+      concat("\n  received: ", bytes_text(received_bytes_max), " by the worst rank, ", bytes_text(received_bytes_sum),
+             " by all ranks; both are the minimum", reductions == 0 ? "" : " after the reductions");
+  text += concat("\n  copied locally: ", bytes_text(kept_bytes_sum), " by all ranks");
+  text += concat("\n  sent: ", bytes_text(sent_bytes_max), " by the worst rank; the minimum without forwarding is ",
+                 sent_bound_is_exact ? "" : "at least ", bytes_text(sent_bytes_bound));
+  text += concat("\n  rounds: ", rounds, "; the minimum for this bucket size is at least ", rounds_bound);
+  text += concat("\n  messages: ", limit, messages_sum, " by all ranks, ", limit, messages_max, " to the worst rank");
+  const std::string all_buckets = concat(count_text(buckets, "bucket"), " of ", bytes_text(bucket_bytes));
+  text += reductions == 0 ? concat("\n  extra memory: ", bytes_text(memory_bytes), " on each rank, ", all_buckets)
+                          : concat("\n  extra memory: at most ", bytes_text(memory_bytes),
+                                   " on each rank: reduced parts, and temporaries or ", all_buckets);
+  return text;
 }
 
 std::string BatchCertificate::to_json() const {

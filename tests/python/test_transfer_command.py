@@ -62,7 +62,7 @@ def test_command_prints_moved_bytes(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert cli.main(["transfer", *_files(tmp_path), "--backend", "gloo"]) == 0
     printed = capsys.readouterr().out
     # 48 + 5 elements of two bytes. No rank is on both sides.
-    assert "106 B by all; nothing can do with less" in printed
+    assert "106 B by all ranks; both are the minimum" in printed
     assert "with topology 'gloo-local'" in printed
     tensors, links = printed.split("\n\n")[1:]
     assert [line.split()[:6] for line in tensors.splitlines()[1:]] == [
