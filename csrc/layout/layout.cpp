@@ -71,7 +71,8 @@ void check_partials_mix(const std::vector<Placement>& placements) {
     if (first == nullptr) first = &placement;
     const auto is_linear = [](const Placement& p) { return p.op == ReduceOp::kSum || p.op == ReduceOp::kAvg; };
     const bool mixes = placement == *first || (is_linear(placement) && is_linear(*first));
-    check_user(mixes, "placements must have one pending reduction, or sum and avg, got ", *first, " and ", placement);
+    check_user(mixes, "placements must have pending reductions of one op, or of sum and avg, got ", *first, " and ",
+               placement);
   }
 }
 

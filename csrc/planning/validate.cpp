@@ -247,6 +247,21 @@ void check_meshes(const Plan& plan) {
   }
 }
 
+// Throws UserError if the plan cannot be divided into its segments.
+void check_segments(const Plan& plan) {
+  const auto& [tensor_dim, count] = plan.segments;
+  check_user(count == 1 || crosses(plan), "plan: segments must be 1 in a plan on one mesh, got ", count,
+             " segments of tensor dim ", tensor_dim);
+  check_user(count >= 1 && count <= kMaxSegments, "plan: segments must be ", InRange{1, kMaxSegments}, ", got ", count,
+             " segments of tensor dim ", tensor_dim);
+  const int64_t last_dim = count == 1 ? 0 : plan.src.ndim() - 1;
+  check_user(tensor_dim >= 0 && tensor_dim <= last_dim, "plan: tensor dim of ", count, " segments must be ",
+             InRange{0, last_dim}, ", got ", tensor_dim);
+  check_user(may_go_in(plan, plan.segments), "plan: segments must divide the lengths of all ranges of shards, or be ",
+             "at most ", kMaxNonUniformSegments, " on at most ", kMaxRanksInNonUniformSegments, " ranks, got ", count,
+             " segments of tensor dim ", tensor_dim, ". Each step of the plan must have at most one collective");
+}
+
 }  // namespace
 
 // Follows the layout of the tensor from step to step.
@@ -271,10 +286,7 @@ void check_steps(const Plan& plan) {
   if (!(at->mesh() == plan.dst.mesh())) rejoined = joined(*at, plan.dst.mesh_ptr());
   check_user(at->mesh() == plan.dst.mesh() || rejoined, "plan must end on the mesh of its destination (",
              plan.dst.mesh(), "), got ", PlacementsOf{*at}, " on (", at->mesh(), ")");
-  check_user(may_go_in(plan, plan.segments), "plan: segments must be a common divisor of shards' range lengths (up to ",
-             kMaxSegments, "), or at most ", kMaxNonUniformSegments, " on at most ", kMaxRanksInNonUniformSegments,
-             " ranks, in plans between two meshes with at most one collective per step, got ", plan.segments.count,
-             " segments of tensor dim ", plan.segments.tensor_dim);
+  check_segments(plan);
   check_user(partitions(rejoined.value_or(*at), plan.dst, {}), "plan must end with the placements ",
              PlacementsOf{plan.dst}, " of its destination, got ", PlacementsOf{*at});
 }

@@ -43,10 +43,10 @@ void check_dtypes(const Layout& lhs, const Layout& rhs, const std::optional<Scal
                    lhs.dtype().name());
     return;
   }
+  check_argument(takes_scales(lhs.dtype()) && takes_scales(rhs.dtype()), "operands with scales",
+                 "float8_e4m3fn or float8_e5m2", lhs.dtype().name(), " and ", rhs.dtype().name());
   const bool are_both_e5m2 = lhs.dtype() == DType::kFloat8E5M2 && rhs.dtype() == DType::kFloat8E5M2;
-  check_argument(takes_scales(lhs.dtype()) && takes_scales(rhs.dtype()) && !are_both_e5m2, "operands with scales",
-                 "float8_e4m3fn or float8_e5m2, and not both float8_e5m2", lhs.dtype().name(), " and ",
-                 rhs.dtype().name());
+  check_user(!are_both_e5m2, "operands with scales must not both be float8_e5m2, got two of them");
   const DType result = scaling->result;
   check_argument(is_scaled_result(result), "out_dtype", "bfloat16 or float32 with scales", result.name());
 }
@@ -241,16 +241,17 @@ void check(const Matmul& matmul, const Schedule& schedule) {
                  schedule.sms_left);
   std::visit([](const auto& m) { check_kind(m); }, matmul);
   if (schedule.method == Method::kSerial) {
-    check_argument(schedule.depth == 1 && schedule.sms_left == 0, "depth and sms_left",
-                   "1 and 0 for method 'serial', which overlaps nothing", schedule.depth, " and ", schedule.sms_left);
+    check_argument(schedule.depth == 1, "depth", "1 for method 'serial', which overlaps nothing", schedule.depth);
+    check_argument(schedule.sms_left == 0, "sms_left", "0 for method 'serial', which overlaps nothing",
+                   schedule.sms_left);
     return;
   }
   const std::optional<std::string> reason = why_only_serial(matmul);
   check_user(!reason, "method must be 'serial', got '", method_name(schedule.method), "': ", reason.value_or(""));
   check_distances(schedule, num_partners(matmul));
   if (schedule.method == Method::kFlags) {
-    check_argument(schedule.depth == 1 && schedule.sms_left == 0, "depth and sms_left",
-                   "1 and 0 for method 'flags', whose copies need no multiprocessors", schedule.depth, " and ",
+    check_argument(schedule.depth == 1, "depth", "1 for method 'flags'", schedule.depth);
+    check_argument(schedule.sms_left == 0, "sms_left", "0 for method 'flags', whose copies need no multiprocessors",
                    schedule.sms_left);
     const std::optional<std::string> why = why_no_flags(matmul, schedule.chunks);
     check_user(!why, "method must be one of serial, ring, collective, got 'flags': ", why.value_or(""));

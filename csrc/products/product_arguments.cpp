@@ -87,7 +87,7 @@ class ProblemMaker {
                    text(result_dtype_));
     check_scaled_operands();
     check_user(!given_.requires_grad,
-               "requires_grad of x, weights, biases and scales must be False with scales, got True; products of 8-bit "
+               "requires_grad of x, weights, biases and scales must be False with scales, got True. Products of 8-bit "
                "floats have no gradients");
     for (size_t i = 0; i < given_.scales.size(); ++i) {
       if (is_by_row(*given_.scales[i], operand(i), i == 0 ? given_.x.shape.size() - 1 : k_dim())) {
@@ -309,8 +309,8 @@ class ProblemMaker {
                 const std::string& what) const {
     const int64_t ranks = given_.num_ranks;
     check_user(value || ranks == 1, argument, " must be ", what, " over all ", ranks,
-               " ranks for plain tensors, got None; it is ", saturating_product(here, ranks),
-               " if every rank has as much as this one");
+               " ranks for plain tensors, got None. Pass ", saturating_product(here, ranks),
+               " if all ranks have parts of the same size");
     const int64_t all = value.value_or(here);
     const int64_t chunk = all < 0 ? 0 : all / ranks + (all % ranks > 0 ? 1 : 0);
     const int64_t expected = std::clamp<int64_t>(all - given_.rank * chunk, 0, chunk);

@@ -101,18 +101,20 @@ void check(const ProductProblem& problem) {
     layouts.insert(layouts.end(), {&problem.weights[j], &problem.results[j]});
     if (problem.biases[j]) layouts.push_back(&*problem.biases[j]);
   }
-  check_user(problem.scales.empty() || (problem.scaled_by == ScaledBy::kRow && problem.scales.size() == count + 1),
-             "scales must be empty, or by row with one layout for the operand and each of ", count, " weights, got ",
+  check_user(problem.scales.empty() || problem.scaled_by == ScaledBy::kRow, "scales must be by row, got scales by ",
+             scaled_by_name(problem.scaled_by));
+  check_user(problem.scales.empty() || problem.scales.size() == count + 1,
+             "scales must be empty, or have one layout for the operand and one for each of ", count, " weights, got ",
              problem.scales.size());
   for (const auto& scale : problem.scales) {
     if (scale) layouts.push_back(&*scale);
   }
   layouts.push_back(&problem.operand);
   for (const Layout* layout : layouts) {
-    check_user(
-        layout->is_partition() && layout->flattened() == 1,
-        "placements must cut a tensor's own dims, with no element repeated or out of order, in a matrix product, got ",
-        *layout, "; redistribute it to such a layout first");
+    check_user(layout->flattened() == 1, "placements must not flatten dims in a matrix product, got ", *layout,
+               ". Redistribute the tensor to a layout without flattened dims first");
+    check_user(layout->is_partition(), "placements must not repeat or reorder elements in a matrix product, got ",
+               *layout, ". Redistribute the tensor first");
     check_argument(layout->mesh() == problem.operand.mesh(), "mesh", "the same for all tensors", *layout, " and ",
                    problem.operand);
   }

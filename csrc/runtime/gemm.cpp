@@ -79,10 +79,11 @@ bool is_8_bit_float(at::ScalarType dtype) { return dtype == at::kFloat8_e4m3fn |
 // Throws c10::ValueError for dtypes that multiply_scaled does not support.
 void check_scaled_dtypes(const at::Tensor& lhs, const at::Tensor& rhs, const at::Tensor& lhs_scale,
                          const at::Tensor& rhs_scale, const at::Tensor& dst) {
+  TORCH_CHECK_VALUE(is_8_bit_float(lhs.scalar_type()) && is_8_bit_float(rhs.scalar_type()),
+                    "lhs and rhs must be Float8_e4m3fn or Float8_e5m2, got ", lhs.scalar_type(), " and ",
+                    rhs.scalar_type());
   const bool both_are_e5m2 = lhs.scalar_type() == at::kFloat8_e5m2 && rhs.scalar_type() == at::kFloat8_e5m2;
-  TORCH_CHECK_VALUE(is_8_bit_float(lhs.scalar_type()) && is_8_bit_float(rhs.scalar_type()) && !both_are_e5m2,
-                    "lhs and rhs must be Float8_e4m3fn or Float8_e5m2, and not both Float8_e5m2, got ",
-                    lhs.scalar_type(), " and ", rhs.scalar_type());
+  TORCH_CHECK_VALUE(!both_are_e5m2, "lhs and rhs must not both be Float8_e5m2, got two of them");
   TORCH_CHECK_VALUE(dst.scalar_type() == at::kBFloat16 || dst.scalar_type() == at::kFloat,
                     "dst must be BFloat16 or Float, got ", dst.scalar_type());
   TORCH_CHECK_VALUE(lhs_scale.scalar_type() == at::kFloat && rhs_scale.scalar_type() == at::kFloat,

@@ -29,8 +29,9 @@ const bool kRegistered = register_open_groups_query(c10::DeviceType::CUDA, group
 
 void check_no_open_group(c10::Device device) {
   const OpenGroupsQuery query = queries().at(static_cast<size_t>(device.type()));
-  TORCH_CHECK(query == nullptr || query() == 0, "shardwright: this thread has an open NCCL group, such as a block of ",
-              "torch.distributed._coalescing_manager, in which transfers start only at the end; call shardwright ",
+  TORCH_CHECK(query == nullptr || query() == 0,
+              "shardwright: this thread has an open NCCL group, for example a block of ",
+              "torch.distributed._coalescing_manager. Its transfers start when the group ends. Call shardwright ",
               "outside of the block");
 }
 

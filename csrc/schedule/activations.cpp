@@ -53,11 +53,13 @@ void check_activations(const std::vector<Activation>& activations, size_t num_us
     check_user(a.kept_bytes >= 0 && a.bytes >= 0 && a.gather_ps >= 0, "bytes and times of activations[", k,
                "] must be at least 0, got kept_bytes=", a.kept_bytes, ", bytes=", a.bytes, ", gather_ps=", a.gather_ps);
     const int before = k == 0 ? 0 : activations[k - 1].first;
-    check_user(0 <= a.saved && a.saved <= a.first && before <= a.first && a.first <= a.last &&
-                   a.last < static_cast<int>(num_uses) && k <= a.until && a.until < count,
-               "uses of activations[", k, "] must satisfy 0 <= saved <= first <= last < ", num_uses, ", ", before,
-               " (first of the previous activation) <= first, and ", k, " <= until < ", count, ", got saved=", a.saved,
-               ", first=", a.first, ", last=", a.last, ", until=", a.until);
+    check_user(0 <= a.saved && a.saved <= a.first && a.first <= a.last && a.last < static_cast<int>(num_uses),
+               "uses of activations[", k, "] must satisfy 0 <= saved <= first <= last < ", num_uses,
+               ", got saved=", a.saved, ", first=", a.first, ", last=", a.last);
+    check_user(before <= a.first, "first of activations[", k, "] must be at least that of the previous activation, ",
+               before, ", got ", a.first);
+    check_user(k <= a.until && a.until < count, "until of activations[", k, "] must be ", InRange{k, count - 1},
+               ", got ", a.until);
   }
 }
 

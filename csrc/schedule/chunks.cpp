@@ -12,12 +12,12 @@ namespace shardwright {
 namespace {
 
 // A candidate for chunks: the gather of a weight for consecutive uses, or the reduction of its gradient.
-struct Place {
+struct Candidate {
   int form = 0;               // index of the form
   int use = 0;                // first use
   int last = 0;               // last use
   bool is_reduction = false;  // true: `use` and `last` are the use that completes the gradient
-  auto operator<=>(const Place&) const = default;
+  auto operator<=>(const Candidate&) const = default;
 };
 
 // Chooses the gathers and reductions to run in chunks, as described in the header. `possible_` has all candidates.
@@ -28,12 +28,12 @@ class Chunking {
       : weights_(weights), uses_(uses), forms_(forms), options_(options) {
     for (int f = 0; f < static_cast<int>(forms_.size()); ++f) {
       const ChunkedForm& form = forms_[f];
-      check_user(0 <= form.weight && form.weight < static_cast<int>(weights_.size()) && form.num_chunks >= 1 &&
-                     form.chunk_bytes >= 0 && form.transfer_ps >= 0,
-                 "forms[", f, "] must have weight ", InRange{0, static_cast<int64_t>(weights_.size()) - 1},
-                 ", num_chunks at least 1, and chunk_bytes and transfer_ps at least 0, got weight=", form.weight,
-                 ", num_chunks=", form.num_chunks, ", chunk_bytes=", form.chunk_bytes,
-                 ", transfer_ps=", form.transfer_ps);
+      const auto num_weights = static_cast<int64_t>(weights_.size());
+      check_user(0 <= form.weight && form.weight < num_weights, "weight of forms[", f, "] must be ",
+                 InRange{0, num_weights - 1}, ", got ", form.weight);
+      check_user(form.num_chunks >= 1, "num_chunks of forms[", f, "] must be at least 1, got ", form.num_chunks);
+      check_user(form.chunk_bytes >= 0, "chunk_bytes of forms[", f, "] must be at least 0, got ", form.chunk_bytes);
+      check_user(form.transfer_ps >= 0, "transfer_ps of forms[", f, "] must be at least 0, got ", form.transfer_ps);
       for (int i = 0; i < static_cast<int>(uses_.size()); ++i) {
         const int last = last_of_run(form.weight, i);
         if (last >= 0 && may_gather(form, i, last)) possible_.push_back({f, i, last, false});
@@ -46,14 +46,14 @@ class Chunking {
   }
 
   StepSchedule run() const {
-    std::set<Place> chosen;
+    std::set<Candidate> chosen;
     const std::optional<StepSchedule> without_chunks = without_error(chosen);
     StepSchedule best = without_chunks ? *without_chunks : smallest(chosen);
     if (!has_times(best)) return best;
-    for (const auto& [wait_ps, place] : by_wait(best)) {
-      if (chosen.contains(place)) continue;
-      std::set<Place> with = chosen;
-      with.insert(place);
+    for (const auto& [wait_ps, candidate] : by_wait(best)) {
+      if (chosen.contains(candidate)) continue;
+      std::set<Candidate> with = chosen;
+      with.insert(candidate);
       const std::optional<StepSchedule> tried = without_error(with);
       if (!tried || !has_times(*tried) || !never_both(*tried)) continue;
       const int64_t saved_ps = predict(best).total_ps - predict(*tried).total_ps;
@@ -105,7 +105,7 @@ class Chunking {
 
   // Returns the schedule with exactly the chosen candidates in chunks: forms replace weights in their uses, and
   // retained_bytes includes the memory of their chunks. Throws UserError if the budget is too small.
-  StepSchedule planned(const std::set<Place>& chosen) const {
+  StepSchedule planned(const std::set<Candidate>& chosen) const {
     std::vector<Weight> weights = weights_;
     std::vector<Use> uses = uses_;
     ScheduleOptions options = options_.schedule;
@@ -113,19 +113,19 @@ class Chunking {
     int64_t added_bytes = 0;  // of gradients
     for (int f = 0; f < static_cast<int>(forms_.size()); ++f) {
       const ChunkedForm& form = forms_[f];
-      const auto number = static_cast<int>(weights.size());
+      const auto form_index = static_cast<int>(weights.size());
       bool is_used = false;
-      for (const Place& place : chosen) {
-        if (place.form != f) continue;
-        if (place.is_reduction) {
-          uses[place.last].in_chunks.push_back(form.weight);
+      for (const Candidate& candidate : chosen) {
+        if (candidate.form != f) continue;
+        if (candidate.is_reduction) {
+          uses[candidate.last].in_chunks.push_back(form.weight);
           weights[form.weight].in_chunks = form.reduction;
           added_bytes = std::max(added_bytes, form.reduction.gradient_bytes - weights_[form.weight].gradient_bytes);
           continue;
         }
         is_used = true;
-        for (int i = place.use; i <= place.last; ++i) {
-          std::replace(uses[i].weights.begin(), uses[i].weights.end(), form.weight, number);
+        for (int i = candidate.use; i <= candidate.last; ++i) {
+          std::replace(uses[i].weights.begin(), uses[i].weights.end(), form.weight, form_index);
         }
       }
       if (!is_used) continue;
@@ -140,7 +140,7 @@ class Chunking {
   }
 
   // Returns planned(chosen), or nullopt on UserError. Rethrows the error if there are no candidates.
-  std::optional<StepSchedule> without_error(const std::set<Place>& chosen) const {
+  std::optional<StepSchedule> without_error(const std::set<Candidate>& chosen) const {
     try {
       return planned(chosen);
     } catch (const UserError&) {
@@ -151,21 +151,22 @@ class Chunking {
 
   // Returns the schedule with all possible gathers in chunks, and adds them to `chosen`. If that does not fit into the
   // budget either, or gathers a weight twice, throws the error of the plan without chunks.
-  StepSchedule smallest(std::set<Place>& chosen) const {
-    for (const Place& place : possible_) {
-      if (!place.is_reduction) chosen.insert(place);  // a reduction takes as much memory in chunks
+  StepSchedule smallest(std::set<Candidate>& chosen) const {
+    for (const Candidate& candidate : possible_) {
+      if (!candidate.is_reduction) chosen.insert(candidate);  // a reduction takes as much memory in chunks
     }
     const std::optional<StepSchedule> chunked = without_error(chosen);
     return chunked && never_both(*chunked) ? *chunked : planned({});  // throws the error of the plan without chunks
   }
 
   // Returns the candidates that delay compute, each with its delay, longest first; at most kMostUsesTried.
-  std::vector<std::pair<int64_t, Place>> by_wait(const StepSchedule& s) const {
+  std::vector<std::pair<int64_t, Candidate>> by_wait(const StepSchedule& s) const {
     const StepLanes lanes = predict(s);
-    std::vector<std::pair<int64_t, Place>> waits;
-    for (const Place& place : possible_) {
-      const int64_t wait_ps = place.is_reduction ? wait_after(s, lanes, place) : wait_before(s, lanes, place);
-      if (wait_ps > 0) waits.emplace_back(wait_ps, place);
+    std::vector<std::pair<int64_t, Candidate>> waits;
+    for (const Candidate& candidate : possible_) {
+      const int64_t wait_ps =
+          candidate.is_reduction ? wait_after(s, lanes, candidate) : wait_before(s, lanes, candidate);
+      if (wait_ps > 0) waits.emplace_back(wait_ps, candidate);
     }
     std::stable_sort(waits.begin(), waits.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
     if (waits.size() > kMostUsesTried) waits.resize(kMostUsesTried);
@@ -174,17 +175,19 @@ class Chunking {
 
   // Returns the time that compute waits for a candidate's gather, without delays by earlier transfers. Returns 0 if the
   // schedule does not have the gather.
-  int64_t wait_before(const StepSchedule& s, const StepLanes& lanes, const Place& place) const {
-    const auto is_its = [&](const Gather& g) { return g.needed == place.use && g.weight == forms_[place.form].weight; };
+  int64_t wait_before(const StepSchedule& s, const StepLanes& lanes, const Candidate& candidate) const {
+    const auto is_its = [&](const Gather& g) {
+      return g.needed == candidate.use && g.weight == forms_[candidate.form].weight;
+    };
     if (std::none_of(s.gathers.begin(), s.gathers.end(), is_its)) return 0;
-    const int64_t before_ps = place.use == 0 ? 0 : lanes.uses[place.use - 1].end_ps;
-    return std::min(lanes.uses[place.use].begin_ps - before_ps, weights_[forms_[place.form].weight].gather_ps);
+    const int64_t before_ps = candidate.use == 0 ? 0 : lanes.uses[candidate.use - 1].end_ps;
+    return std::min(lanes.uses[candidate.use].begin_ps - before_ps, weights_[forms_[candidate.form].weight].gather_ps);
   }
 
   // Returns the time that compute waits for a candidate's reduction, without delays by earlier transfers.
-  int64_t wait_after(const StepSchedule& s, const StepLanes& lanes, const Place& place) const {
+  int64_t wait_after(const StepSchedule& s, const StepLanes& lanes, const Candidate& candidate) const {
     for (size_t r = 0; r < s.reductions.size(); ++r) {
-      if (s.reductions[r].start != place.last || s.reductions[r].weight != forms_[place.form].weight) continue;
+      if (s.reductions[r].start != candidate.last || s.reductions[r].weight != forms_[candidate.form].weight) continue;
       const int64_t wait_ps = lanes.reductions[r].end_ps - lanes.uses[s.reductions[r].finish].end_ps;
       return std::min(wait_ps, weights_[s.reductions[r].weight].reduce_ps);
     }
@@ -208,7 +211,7 @@ class Chunking {
   const std::vector<Use>& uses_;
   const std::vector<ChunkedForm>& forms_;
   const ChunkingOptions& options_;
-  std::vector<Place> possible_;
+  std::vector<Candidate> possible_;
 };
 
 }  // namespace

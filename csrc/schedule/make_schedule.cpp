@@ -282,7 +282,7 @@ void plan_reductions(StepSchedule& schedule, bool overlaps) {
 }
 
 // Sets the offsets of all buffers and the sizes of the arena.
-void place(StepSchedule& schedule) {
+void assign_offsets(StepSchedule& schedule) {
   std::vector<Lifetime> lifetimes;
   for (const WeightBuffer& b : schedule.buffers) lifetimes.push_back({b.first, b.last, b.size_bytes});
   const ArenaLayout layout = lay_out(lifetimes, schedule.options.alignment_bytes);
@@ -298,7 +298,7 @@ StepSchedule with_limit(StepSchedule schedule, int64_t limit_bytes) {
   std::stable_sort(schedule.gathers.begin(), schedule.gathers.end(), [](const Gather& a, const Gather& b) {
     return std::make_pair(a.start, a.needed) < std::make_pair(b.start, b.needed);
   });
-  place(schedule);
+  assign_offsets(schedule);
   return schedule;
 }
 
@@ -367,11 +367,11 @@ StepSchedule make_schedule(std::vector<Weight> weights, std::vector<Use> uses, c
   if (overlapped && (!small || cost_bytes(*overlapped) <= cost_bytes(*small))) return *overlapped;
   if (small) return *small;
   const StepSchedule smallest = with_limit(at_once, least);
-  throw UserError(
-      concat("budget_bytes must be at least ", smallest.peak_bytes(), ", got ", *options.budget_bytes, ": ",
-             smallest.arena_bytes, " for gathered weights and ", smallest.peak_gradient_bytes, " for gradients",
-             smallest.peak_activation_bytes > 0 ? concat(", ", smallest.peak_activation_bytes, " for activations") : "",
-             options.retained_bytes > 0 ? concat(", ", options.retained_bytes, " held all the time") : ""));
+  throw UserError(concat(
+      "budget_bytes must be at least ", smallest.peak_bytes(), ", got ", *options.budget_bytes, ": ",
+      smallest.arena_bytes, " for gathered weights and ", smallest.peak_gradient_bytes, " for gradients",
+      smallest.peak_activation_bytes > 0 ? concat(", ", smallest.peak_activation_bytes, " for activations") : "",
+      options.retained_bytes > 0 ? concat(", ", options.retained_bytes, " for memory that stays allocated") : ""));
 }
 
 StepSchedule fastest_schedule(const std::vector<Weight>& weights, const std::vector<Use>& uses,

@@ -152,10 +152,10 @@ def test_invalid_calls_raise_on_every_rank() -> None:
         "operands are float32, not bfloat16",
         "multiple of 1 x 256 rows, got 264",
         "multiple of 2 x 256 rows, got 256",
-        "multiples of 8, got 4 and",
+        "the number of columns must be a positive multiple of 8, got 4",
         "uneven",
         "the product moves its result, not an operand",
-        "must be 1 and 0 for method 'flags'",
+        "depth must be 1 for method 'flags'",
         "each part has 16384 bytes, but its group's arenas have 8192",
         "a graph is being captured",
     ]

@@ -101,7 +101,7 @@ void C10dTransport::connect(c10::Device device) {
   if (is_capturing(device)) {
     const bool was_connected_by_torch = group_->getBoundDeviceId() == device;  // when it created the group
     TORCH_CHECK(was_connected_by_torch, "group: process group '", group_->getGroupName(), "' of ", group_->getSize(),
-                " ranks has no communicator on ", device, " yet, and none can be made while a graph is captured; call ",
+                " ranks has no communicator on ", device, " yet. None can be made while a graph is captured. Call ",
                 "shardwright.prepare(mesh), or run the same redistribute once, before the capture");
     return;
   }

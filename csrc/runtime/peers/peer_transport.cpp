@@ -67,9 +67,8 @@ void check_arena(const RankGroup& group, const PeerSettings& settings) {
   check_user(settings.arena_bytes >= least, "peer_arena_bytes must be at least ", least, " for a group of ",
              group.size(), " ranks, got ", settings.arena_bytes);
   const auto most = static_cast<int64_t>(symmetric_memory::get_signal_pad_size() / sizeof(uint32_t) / kChannels);
-  check_user(group.size() <= most, "peer_arena_bytes: groups must have at most ", most,
-             " ranks, which is the capacity of PyTorch's signal pads, got ", group.size(),
-             " ranks; torch.distributed._symmetric_memory.set_signal_pad_size raises it");
+  check_user(group.size() <= most, "peer_arena_bytes: groups must have at most ", most, " ranks, got ", group.size(),
+             ". torch.distributed._symmetric_memory.set_signal_pad_size raises this limit");
 }
 
 // Throws UserError if the device has no memory that peers can copy from, or if a graph is captured.
@@ -78,9 +77,9 @@ void check_device(c10::Device device) {
              "peer_arena_bytes: tensors must be on a CUDA device, which has symmetric memory, got ", device.str());
   const std::string backend = symmetric_memory::get_backend(device).value_or("none");
   check_user(!device.is_cuda() || backend == "CUDA",
-             "peer_arena_bytes: the backend of symmetric memory must be 'CUDA', so that peers can copy from it, got '",
-             backend, "'; set it with torch.distributed._symmetric_memory.set_backend");
-  check_user(!is_capturing(device), "peer_arena_bytes: an arena cannot be made while a graph is captured; call ",
+             "peer_arena_bytes: the backend of symmetric memory must be 'CUDA', got '", backend,
+             "'. Set it with torch.distributed._symmetric_memory.set_backend");
+  check_user(!is_capturing(device), "peer_arena_bytes: an arena cannot be made while a graph is captured. Call ",
              "shardwright.prepare before the capture");
 }
 
@@ -98,10 +97,12 @@ void use_peer_copies(RankGroup& group, c10::Device device, const PeerSettings& s
   const GroupLease lease = group.lease();
   check_user(static_cast<bool>(lease), "mesh must have existing process groups, got one that was destroyed");
   if (const auto* before = dynamic_cast<const PeerTransport*>(lease.operator->())) {
-    check_user(before->settings() == settings && before->device() == device,
-               "peer_arena_bytes, peer_min_bytes and the timeout must be equal in all calls for a group: the group of ",
-               group.size(), " ranks has an arena of ", before->settings().arena_bytes, " bytes on ",
-               before->device().str(), ", got ", settings.arena_bytes, " bytes on ", device.str());
+    check_user(before->device() == device, "device must be ", before->device().str(),
+               " as in the earlier call for this ", "group of ", group.size(), " ranks, got ", device.str());
+    check_user(before->settings() == settings,
+               "peer_arena_bytes, peer_min_bytes and the timeout must be equal in all calls for a group, got ",
+               settings.arena_bytes, " bytes after ", before->settings().arena_bytes, " for the group of ",
+               group.size(), " ranks");
     return;
   }
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -239,9 +240,9 @@ void PeerTransport::fetch(at::Tensor& output, const at::Tensor& flags) {
   for (int64_t d = 1; d < size_; ++d) {
     const int64_t peer = (rank_ + d) % size_;
     for (int64_t share = 0; share < shares; ++share) {
-      const int64_t number = peer * shares + share;
-      flat_view(all, number * chunk, chunk).copy_(flat_view(arenas_[peer], share * chunk, chunk));
-      set_flag(flags, number);
+      const int64_t chunk_index = peer * shares + share;
+      flat_view(all, chunk_index * chunk, chunk).copy_(flat_view(arenas_[peer], share * chunk, chunk));
+      set_flag(flags, chunk_index);
       peer_bytes() += chunk;
     }
   }
@@ -320,8 +321,8 @@ void PeerTransport::read(const Message& message, size_t round, int64_t row) {
 }
 
 at::Tensor PeerTransport::slot(int64_t owner, int64_t row, size_t round, int64_t bytes) const {
-  const int64_t number = row * kSlots + static_cast<int64_t>(round % kSlots);
-  return flat_view(arenas_[owner], number * slot_bytes_, bytes);
+  const int64_t slot_index = row * kSlots + static_cast<int64_t>(round % kSlots);
+  return flat_view(arenas_[owner], slot_index * slot_bytes_, bytes);
 }
 
 void PeerTransport::wait_for(int64_t peer, int channel) {
