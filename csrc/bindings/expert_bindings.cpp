@@ -56,7 +56,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> expansion_of(const at::Tensor& co
                                                             const std::optional<at::Tensor>& origins) {
   const auto order = origins ? span_of<int64_t>(*origins) : std::span<const int64_t>();
   const Expansion expansion = expand_rows(per_token<int32_t>(codes), first_replica, num_local, order);
-  return {longs_of(expansion.pairs), tensor_of(expansion.places, codes.sizes(), at::kLong), longs_of(expansion.counts)};
+  return {longs_of(expansion.pairs), tensor_of(expansion.copies, codes.sizes(), at::kLong), longs_of(expansion.counts)};
 }
 
 std::pair<at::Tensor, int64_t> left_by_capacity(const at::Tensor& codes, const at::Tensor& taken, int64_t capacity) {
@@ -102,10 +102,11 @@ void define_index_arithmetic(py::module_& m) {
   m.def("route_rows", &routes_of, py::arg("codes"), py::arg("target_of_replica"), py::arg("num_ranks"), ReleaseGil(),
         "Returns `send_rows` and `returns` of a `RowExchange`, and the numbers of rows and of codes for each rank. A "
         "target of -1 is no rank.");
-  m.def("expand_rows", &expansion_of, py::arg("codes"), py::arg("first_replica"), py::arg("num_local"),
-        py::arg("origins"), ReleaseGil(),
-        "Returns the pairs of a row and a code, ordered by expert, then by origin; the places of pairs by row; and the "
-        "number of pairs of each expert.");
+  m.def(
+      "expand_rows", &expansion_of, py::arg("codes"), py::arg("first_replica"), py::arg("num_local"),
+      py::arg("origins"), ReleaseGil(),
+      "Returns the pairs of a row and a code, ordered by expert, then by origin; the indices of pairs by row; and the "
+      "number of pairs of each expert.");
 }
 
 void define_device_arithmetic(py::module_& m) {
@@ -127,13 +128,13 @@ void define_device_arithmetic(py::module_& m) {
   m.def(
       "expand_rows_on_device",
       [](const at::Tensor& codes, int64_t first_replica, int64_t num_local, const std::optional<at::Tensor>& origins,
-         int64_t capacity, int64_t num_places) {
-        const DeviceExpansion e = expand_rows_on_device(codes, first_replica, num_local, origins, capacity, num_places);
-        return std::make_tuple(e.pairs, e.places, e.counts, e.dropped);
+         int64_t capacity, int64_t max_pairs) {
+        const DeviceExpansion e = expand_rows_on_device(codes, first_replica, num_local, origins, capacity, max_pairs);
+        return std::make_tuple(e.pairs, e.copies, e.counts, e.dropped);
       },
       py::arg("codes"), py::arg("first_replica"), py::arg("num_local"), py::arg("origins"), py::arg("capacity"),
-      py::arg("num_places"), ReleaseGil(),
-      "Does what `expand_rows` does for at most `num_places` pairs and `capacity` pairs of each expert. Also returns "
+      py::arg("max_pairs"), ReleaseGil(),
+      "Does what `expand_rows` does for at most `max_pairs` pairs and `capacity` pairs of each expert. Also returns "
       "the number of dropped pairs.");
 }
 

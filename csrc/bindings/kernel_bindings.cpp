@@ -52,16 +52,16 @@ void define_copies_and_sums(py::module_& m) {
 }
 
 void define_gemm(py::module_& m) {
-  using Place = std::array<int64_t, 3>;  // offset, row stride, column stride
-  const auto matrix = [](const Place& place) { return Matrix{kInputBuffer, place[0], place[1], place[2]}; };
+  using Strides = std::array<int64_t, 3>;  // offset, row stride, column stride
+  const auto matrix = [](const Strides& strides) { return Matrix{kInputBuffer, strides[0], strides[1], strides[2]}; };
   py::class_<Gemm>(m, "Gemm",
                    "A product of matrices in flat tensors, or a batch of products, for tests and benchmarks: dst = lhs "
-                   "x rhs.\n\n`sizes` are (m, n, k). A place is ``(offset, row_stride, column_stride)`` in elements; "
+                   "x rhs.\n\n`sizes` are (m, n, k). A matrix is ``(offset, row_stride, column_stride)`` in elements; "
                    "`batch_strides` are those of lhs, rhs and dst. With `accumulates` the product is added to dst; "
                    "else the matrix at `bias` is added to every product. Nothing is checked.")
-      .def(py::init([matrix](const std::array<int64_t, 3>& sizes, const Place& lhs, const Place& rhs, const Place& dst,
-                             int64_t count, const std::array<int64_t, 3>& batch_strides, bool accumulates,
-                             const std::optional<Place>& bias) {
+      .def(py::init([matrix](const std::array<int64_t, 3>& sizes, const Strides& lhs, const Strides& rhs,
+                             const Strides& dst, int64_t count, const std::array<int64_t, 3>& batch_strides,
+                             bool accumulates, const std::optional<Strides>& bias) {
              Gemm gemm{matrix(lhs), matrix(rhs),      matrix(dst),      sizes[0],         sizes[1],   sizes[2],
                        count,       batch_strides[0], batch_strides[1], batch_strides[2], accumulates};
              if (bias) gemm.bias = matrix(*bias);

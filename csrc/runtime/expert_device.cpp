@@ -34,9 +34,9 @@ at::Tensor numbers(int64_t n, at::TensorOptions options) {
   return out;
 }
 
-// Returns `size` elements: values[i] at places[i], and -1 elsewhere. Values with places[i] == size are left out.
-at::Tensor scattered(int64_t size, const at::Tensor& places, const at::Tensor& values) {
-  return at::full({size + 1}, -1, values.options()).scatter_(0, places, values).narrow(0, 0, size);
+// Returns `size` elements: values[i] at indices[i], and -1 elsewhere. Values with indices[i] == size are left out.
+at::Tensor scattered(int64_t size, const at::Tensor& indices, const at::Tensor& values) {
+  return at::full({size + 1}, -1, values.options()).scatter_(0, indices, values).narrow(0, 0, size);
 }
 
 // Returns (to - from) modulo num_ranks.
@@ -99,16 +99,16 @@ DeviceRoutes route_rows_on_device(const DevicePlacement& placement, const at::Te
   const auto options = longs(codes.device());
   const at::Tensor target = placement.target_of.index_select(0, codes.reshape({-1}).to(at::kLong)).view(codes.sizes());
   const at::Tensor goes = at::zeros({tokens, ranks + 1}, options).scatter_(1, target, 1).narrow(1, 0, ranks);
-  const at::Tensor place = goes.cumsum(0) - 1;
-  const at::Tensor has_row = goes.gt(0) & place.lt(rows_per_rank);
+  const at::Tensor row_of_rank = goes.cumsum(0) - 1;
+  const at::Tensor has_row = goes.gt(0) & row_of_rank.lt(rows_per_rank);
   const at::Tensor rank_numbers = numbers(ranks, options);
   const at::Tensor nowhere = at::full({}, -1, options);
   DeviceRoutes routes;
-  routes.returns = at::where(has_row, place + rank_numbers * rows_per_rank, nowhere);
+  routes.returns = at::where(has_row, row_of_rank + rank_numbers * rows_per_rank, nowhere);
   const int64_t num_rows = ranks * rows_per_rank;
   const at::Tensor token_numbers = numbers(tokens, options).unsqueeze(1).expand({tokens, ranks});
-  const at::Tensor places = at::where(has_row, routes.returns, at::full({}, num_rows, options));
-  routes.send_rows = scattered(num_rows, places.reshape({-1}), token_numbers.reshape({-1}));
+  const at::Tensor targets = at::where(has_row, routes.returns, at::full({}, num_rows, options));
+  routes.send_rows = scattered(num_rows, targets.reshape({-1}), token_numbers.reshape({-1}));
   const at::Tensor has_any = at::cat({has_row, at::zeros({tokens, 1}, has_row.options())}, 1);
   routes.dropped = (codes.ne(0) & has_any.gather(1, target).eq(false)).sum();
   if (codes.size(1) < ranks) {  // keep only the ranks that a token is sent to, in ascending order
@@ -119,7 +119,7 @@ DeviceRoutes route_rows_on_device(const DevicePlacement& placement, const at::Te
 }
 
 DeviceExpansion expand_rows_on_device(const at::Tensor& codes, int64_t first_replica, int64_t num_local,
-                                      const std::optional<at::Tensor>& origins, int64_t capacity, int64_t num_places) {
+                                      const std::optional<at::Tensor>& origins, int64_t capacity, int64_t max_pairs) {
   const auto options = longs(codes.device());
   const int64_t num_pairs = codes.numel();
   const at::Tensor local = codes.to(at::kLong) - 1 - first_replica;
@@ -138,12 +138,12 @@ DeviceExpansion expand_rows_on_device(const at::Tensor& codes, int64_t first_rep
   const at::Tensor within = numbers(num_pairs, options) - bounds.index_select(0, by_expert);
   const at::Tensor kept = by_expert.lt(num_local) & within.lt(capacity);
   const at::Tensor counts = uncapped_counts.clamp_max(capacity);
-  const at::Tensor place = within + (counts.cumsum(0) - counts).index_select(0, by_expert);
+  const at::Tensor copy = within + (counts.cumsum(0) - counts).index_select(0, by_expert);
   DeviceExpansion expansion;
   expansion.counts = counts.narrow(0, 0, num_local);
   expansion.dropped = (uncapped_counts - counts).narrow(0, 0, num_local).sum();
-  expansion.pairs = scattered(num_places, at::where(kept, place, at::full({}, num_places, options)), pair);
-  expansion.places = scattered(num_pairs, pair, at::where(kept, place, at::full({}, -1, options))).view(codes.sizes());
+  expansion.pairs = scattered(max_pairs, at::where(kept, copy, at::full({}, max_pairs, options)), pair);
+  expansion.copies = scattered(num_pairs, pair, at::where(kept, copy, at::full({}, -1, options))).view(codes.sizes());
   return expansion;
 }
 

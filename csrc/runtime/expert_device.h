@@ -38,17 +38,17 @@ struct DeviceRoutes {
 // no row there.
 DeviceRoutes route_rows_on_device(const DevicePlacement& placement, const at::Tensor& codes, int64_t rows_per_rank);
 
-// Expansion with a fixed number of places for copies of rows.
+// Expansion with a fixed number of pairs.
 struct DeviceExpansion {
-  at::Tensor pairs;    // [num_places], -1 after the last one
-  at::Tensor places;   // [rows, codes per row]: index into `pairs`, or -1
+  at::Tensor pairs;    // [max_pairs], -1 after the last one
+  at::Tensor copies;   // [rows, codes per row]: index into `pairs`, or -1
   at::Tensor counts;   // [num_local]: number of copies for each local expert
   at::Tensor dropped;  // []: number of copies beyond the capacity
 };
 
-// Like expand_rows, with at most `capacity` copies for each expert. `num_places` must be at least the number of copies
+// Like expand_rows, with at most `capacity` copies for each expert. `max_pairs` must be at least the number of copies
 // that remain.
 DeviceExpansion expand_rows_on_device(const at::Tensor& codes, int64_t first_replica, int64_t num_local,
-                                      const std::optional<at::Tensor>& origins, int64_t capacity, int64_t num_places);
+                                      const std::optional<at::Tensor>& origins, int64_t capacity, int64_t max_pairs);
 
 }  // namespace shardwright

@@ -105,7 +105,7 @@ void sum_rows_on_cpu(const at::Tensor& rows, const at::Tensor& table, const Weig
   const int64_t columns = table.size(1);
   const Item* from = rows.const_data_ptr<Item>();
   const int64_t stride = rows.stride(0);
-  const int64_t* places = table.const_data_ptr<int64_t>();
+  const int64_t* source_rows = table.const_data_ptr<int64_t>();
   Item* to = out.mutable_data_ptr<Item>();
   const int64_t row_bytes = width * columns * static_cast<int64_t>(sizeof(Item));
   at::parallel_for(0, table.size(0), grain_of(row_bytes), [&](int64_t begin, int64_t end) {
@@ -113,9 +113,9 @@ void sum_rows_on_cpu(const at::Tensor& rows, const at::Tensor& table, const Weig
     for (int64_t m = begin; m < end; ++m) {
       bool is_first = true;
       for (int64_t j = 0; j < columns; ++j) {
-        const int64_t place = places[m * columns + j];
-        if (place < 0) continue;
-        const Item* row = from + place * stride;
+        const int64_t source_row = source_rows[m * columns + j];
+        if (source_row < 0) continue;
+        const Item* row = from + source_row * stride;
         const Sum weight = weights == nullptr ? Sum(1) : static_cast<Sum>(weights[m * columns + j]);
         if (is_first) {
           for (int64_t i = 0; i < width; ++i) sums[i] = weight * static_cast<Sum>(row[i]);
@@ -138,13 +138,13 @@ void dot_rows_on_cpu(const at::Tensor& rows, const at::Tensor& table, const at::
   const int64_t columns = table.size(1);
   const Item* left = rows.const_data_ptr<Item>();
   const Item* right = others.const_data_ptr<Item>();
-  const int64_t* places = table.const_data_ptr<int64_t>();
+  const int64_t* source_rows = table.const_data_ptr<int64_t>();
   Result* to = out.mutable_data_ptr<Result>();
   at::parallel_for(0, table.size(0), grain_of(width * columns * 4), [&](int64_t begin, int64_t end) {
     for (int64_t pair = begin * columns; pair < end * columns; ++pair) {
       Sum sum = 0;
-      if (places[pair] >= 0) {
-        const Item* a = left + places[pair] * rows.stride(0);
+      if (source_rows[pair] >= 0) {
+        const Item* a = left + source_rows[pair] * rows.stride(0);
         const Item* b = right + pair / columns * others.stride(0);
         for (int64_t i = 0; i < width; ++i) sum += static_cast<Sum>(a[i]) * static_cast<Sum>(b[i]);
       }
@@ -169,15 +169,15 @@ void take_rows_into(const at::Tensor& input, const at::Tensor& index, const at::
   const auto item = static_cast<int64_t>(rows.element_size());
   const auto* from = static_cast<const char*>(rows.const_data_ptr());
   auto* to = static_cast<char*>(out.mutable_data_ptr());
-  const int64_t* places = index.const_data_ptr<int64_t>();
+  const int64_t* source_rows = index.const_data_ptr<int64_t>();
   const int64_t from_stride = rows.stride(0) * item;
   const int64_t to_stride = out.stride(0) * item;
   at::parallel_for(0, count, grain_of(row_bytes), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      if (places[i] < 0) {
+      if (source_rows[i] < 0) {
         std::memset(to + i * to_stride, 0, row_bytes);
       } else {
-        std::memcpy(to + i * to_stride, from + places[i] * from_stride, row_bytes);
+        std::memcpy(to + i * to_stride, from + source_rows[i] * from_stride, row_bytes);
       }
     }
   });

@@ -233,7 +233,7 @@ int64_t drop_beyond(std::span<int32_t> codes, std::vector<int64_t> taken, int64_
   return dropped;
 }
 
-// Two passes over the tokens: the first one counts rows, the second one assigns places.
+// Two passes over the tokens: the first one counts rows, the second one assigns rows to tokens.
 RowRoutes route_rows(PerToken<int32_t> codes, std::span<const int32_t> target_of_replica, int num_ranks) {
   RowRoutes routes;
   routes.row_counts.assign(num_ranks, 0);
@@ -259,9 +259,9 @@ RowRoutes route_rows(PerToken<int32_t> codes, std::span<const int32_t> target_of
   for (int64_t token = 0; token < codes.num_tokens; ++token) {
     find_targets(token);
     for (size_t i = 0; i < targets.size(); ++i) {
-      const int64_t place = next[targets[i]]++;
-      routes.send_rows[place] = token;
-      routes.returns[token * routes.width + static_cast<int64_t>(i)] = place;
+      const int64_t row = next[targets[i]]++;
+      routes.send_rows[row] = token;
+      routes.returns[token * routes.width + static_cast<int64_t>(i)] = row;
     }
   }
   return routes;
@@ -287,14 +287,14 @@ Expansion expand_rows(PerToken<int32_t> codes, int64_t first_replica, int64_t nu
   }
   std::vector<int64_t> next = starts_of(expansion.counts);
   expansion.pairs.resize(std::reduce(expansion.counts.begin(), expansion.counts.end()));
-  expansion.places.assign(num_codes, -1);
+  expansion.copies.assign(num_codes, -1);
   for (const int64_t row : order) {
     for (int64_t j = 0; j < codes.per_token; ++j) {
       const int64_t pair = row * codes.per_token + j;
       const int64_t local = local_of(codes.data[pair]);
       if (local < 0) continue;
-      expansion.places[pair] = next[local]++;
-      expansion.pairs[expansion.places[pair]] = pair;
+      expansion.copies[pair] = next[local]++;
+      expansion.pairs[expansion.copies[pair]] = pair;
     }
   }
   return expansion;

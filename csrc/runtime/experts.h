@@ -91,7 +91,7 @@ RowRoutes route_rows(PerToken<int32_t> codes, std::span<const int32_t> target_of
 // is meant for. The copies of one expert are consecutive.
 struct Expansion {
   std::vector<int64_t> pairs;   // by copy: row * per_token + index of the code, sorted by expert, then by row
-  std::vector<int64_t> places;  // [rows, per_token]: index of the code's copy in `pairs`, or -1
+  std::vector<int64_t> copies;  // [rows, per_token]: index of the code's copy in `pairs`, or -1
   std::vector<int64_t> counts;  // number of copies for each local expert
 };
 

@@ -121,7 +121,7 @@ def reduce_parts(
 class Gemm:
     """A product of matrices in flat tensors, or a batch of products, for tests and benchmarks: dst = lhs x rhs.
 
-    `sizes` are (m, n, k). A place is ``(offset, row_stride, column_stride)`` in elements; `batch_strides` are those of
+    `sizes` are (m, n, k). A matrix is ``(offset, row_stride, column_stride)`` in elements; `batch_strides` are those of
     lhs, rhs and dst. With `accumulates` the product is added to dst; else the matrix at `bias` is added to every
     product. Nothing is checked.
     """
@@ -205,7 +205,7 @@ def route_rows(
 def expand_rows(
     codes: torch.Tensor, first_replica: int, num_local: int, origins: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the pairs of a row and a code, ordered by expert, then by origin; the places of pairs by row; and the
+    """Returns the pairs of a row and a code, ordered by expert, then by origin; the indices of pairs by row; and the
     number of pairs of each expert."""
 
 class DevicePlacement:
@@ -222,9 +222,9 @@ def expand_rows_on_device(
     num_local: int,
     origins: torch.Tensor | None,
     capacity: int,
-    num_places: int,
+    max_pairs: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Does what `expand_rows` does for at most `num_places` pairs and `capacity` pairs of each expert. Also returns the
+    """Does what `expand_rows` does for at most `max_pairs` pairs and `capacity` pairs of each expert. Also returns the
     number of dropped pairs."""
 
 class RowExchange:

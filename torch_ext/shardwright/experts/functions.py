@@ -394,9 +394,9 @@ class _DispatchState:
 
     def arrive(self, expansion: tuple[torch.Tensor, ...], dropped: int | torch.Tensor) -> Dispatched:
         """Returns the result of the dispatch. `expansion` is (pairs, places, tokens per expert); see `Expansion`."""
-        pairs, places, tokens_per_expert = expansion
+        pairs, copies, tokens_per_expert = expansion
         rows = torch.div(pairs, self.given.top_k, rounding_mode="floor")
-        arrived = Expansion(pairs, rows, places)
+        arrived = Expansion(pairs, rows, copies)
         scores = None if self.given.scores is None else self.scores
         handle = DispatchHandle(self.ranks, self.exchanges, arrived, scores, self.anchor)
         handle.dropped = dropped

@@ -21,7 +21,7 @@ class Expansion(NamedTuple):
 
     pairs: torch.Tensor  # by copy: the index of its row times top-k, plus the index among the token's experts
     rows: torch.Tensor  # by copy: the index of its row
-    places: torch.Tensor  # [rows, top-k]: the copies of a row, -1 for none
+    copies: torch.Tensor  # [rows, top-k]: the copies of a row, -1 for none
 
 
 class Send(torch.autograd.Function):
@@ -76,13 +76,13 @@ class Expand(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, expansion: Expansion, received: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        ctx.places = expansion.places
+        ctx.copies = expansion.copies
         return _runtime.take_rows(received, expansion.rows)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, _runtime.sum_rows(gradient, ctx.places, None)
+        return None, _runtime.sum_rows(gradient, ctx.copies, None)
 
 
 class Contract(torch.autograd.Function):
@@ -92,7 +92,7 @@ class Contract(torch.autograd.Function):
     def forward(ctx: Any, expansion: Expansion, y: torch.Tensor, scores: torch.Tensor | None) -> torch.Tensor:  # type: ignore[override]
         ctx.expansion = expansion
         ctx.save_for_backward(y if scores is not None and scores.requires_grad else None, scores)
-        return _runtime.sum_rows(y, expansion.places, scores)
+        return _runtime.sum_rows(y, expansion.copies, scores)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -101,5 +101,5 @@ class Contract(torch.autograd.Function):
         expansion = ctx.expansion
         if scores is None:
             return None, _runtime.take_rows(gradient, expansion.rows), None
-        of_scores = None if y is None else _runtime.dot_rows(y, expansion.places, gradient, scores)
+        of_scores = None if y is None else _runtime.dot_rows(y, expansion.copies, gradient, scores)
         return None, _runtime.take_weighted_rows(gradient, expansion.pairs, scores), of_scores
