@@ -31,13 +31,13 @@ void check_parts(const std::vector<IntervalList>& parts, const Mesh& mesh, const
   std::vector<Interval> all;
   for (const IntervalList& part : parts) all.insert(all.end(), part.begin(), part.end());
   int64_t next = 0;
-  for (const Interval& run : sorted_by_place(all)) {
+  for (const Interval& run : sorted_by_begin(all)) {
     check_user(run.begin == next && run.end > run.begin, argument,
-               " must have each place of the sequence on one rank, got the places [", run.begin, ", ", run.end,
+               " must have each token of the sequence on one rank, got the tokens [", run.begin, ", ", run.end,
                ") after those up to ", next);
     next = run.end;
   }
-  check_user(next == total, argument, " must have all ", total, " places of the sequence, got ", next);
+  check_user(next == total, argument, " must have all ", total, " tokens of the sequence, got ", next);
 }
 
 void check_whole_keys(const Attention& attention) {
@@ -73,7 +73,7 @@ void check_mask(const AttentionMask& mask, int64_t total, int64_t total_keys) {
   check_user(mask.documents.empty() || total == total_keys, "documents must be left out where queries (", total,
              ") and keys (", total_keys, ") have sequences of different lengths, got ", mask.documents.size(),
              " documents");
-  check_argument(!mask.window || *mask.window >= 1, "window", "at least 1 (each query sees its own place)",
+  check_argument(!mask.window || *mask.window >= 1, "window", "at least 1 (each query sees its own token)",
                  mask.window.value_or(0));
   for (const int64_t document : mask.documents) {
     check_user(document >= 0 && document <= total, "documents must have lengths ", InRange{0, total}, ", got ",
@@ -163,10 +163,10 @@ void check(const Attention& attention) {
   check_argument(std::isfinite(attention.scale), "scale", "a finite number", attention.scale);
   check_user(
       attention.method != AttentionMethod::kTwoLevel || attention.has_levels(),
-      "method must be one of auto, ring, gather, ulysses, serial, got 'two_level': the topology does not divide the ",
-      attention.mesh->size(),
-      " ranks into several nodes of equally many consecutive ranks, at least two. Use another method, or a topology "
-      "that does (sw.calibrate, SHARDWRIGHT_TOPOLOGY)");
+      "method must be one of auto, ring, gather, ulysses, serial, got 'two_level'. two_level requires a topology with "
+      "several nodes of equally many consecutive ranks, at least two each (sw.calibrate, SHARDWRIGHT_TOPOLOGY), for "
+      "the ",
+      attention.mesh->size(), " ranks");
   check_user(attention.ranks_per_node >= 0 &&
                  (attention.ranks_per_node == 0 || attention.mesh->size() % attention.ranks_per_node == 0),
              "ranks_per_node must be 0 or divide the ", attention.mesh->size(), " ranks, got ",

@@ -1,10 +1,10 @@
 // Attention over a sequence that is cut over ranks: its specification.
 //
 // Queries, keys and values are [batch, heads, sequence, depth]. Values, and so results, may have a depth of their own.
-// A *place* is an index into a sequence. For all heads, each rank holds the queries of some places, and the keys and
-// values of some places. In self-attention these places are the same. In cross-attention keys have a sequence of their
+// A *token* is an index into a sequence. For all heads, each rank holds the queries of some tokens, and the keys and
+// values of some tokens. In self-attention these tokens are the same. In cross-attention keys have a sequence of their
 // own, which every rank may hold in full. Sequences are cut into *blocks*: runs of rows that one rank holds. Attention
-// is computed as products of blocks (block_products.h). Their results are merged in an order that depends on places
+// is computed as products of blocks (block_products.h). Their results are merged in an order that depends on tokens
 // alone, not on the number of ranks or on when data is received.
 //
 // Methods, on rank r of W:
@@ -40,7 +40,7 @@ enum class AttentionMethod : uint8_t { kSerial, kRing, kGather, kUlysses, kTwoLe
 const char* method_name(AttentionMethod method);  // "serial", "ring", "gather", "ulysses" or "two_level"
 AttentionMethod parse_attention_method(const std::string& name);  // throws UserError
 
-// A query at place i sees the key at place j if all of these hold.
+// A query at token i sees the key at token j if all of these hold.
 struct AttentionMask {
   bool is_causal = false;                        // j <= i
   std::optional<int64_t> window = std::nullopt;  // |i - j| < window
@@ -48,7 +48,7 @@ struct AttentionMask {
   std::vector<int64_t> documents = {};
 };
 
-// The form of a rank's mask tensor: [batch, heads, the rank's rows of queries, all keys by ascending places]. A dim of
+// The form of a rank's mask tensor: [batch, heads, the rank's rows of queries, all keys by ascending tokens]. A dim of
 // size 1 is broadcast. A bool tensor selects the keys that a query sees; any other is added to the scores. Forms may
 // differ between ranks.
 struct MaskTensor {
@@ -69,10 +69,10 @@ struct Attention {
   int64_t kv_heads = 0;     // divides heads: consecutive heads of queries share one of keys and values
   int64_t depth = 0;        // elements of a head of queries and keys
   int64_t value_depth = 0;  // elements of a head of values and of results
-  // The places of the queries that each rank holds, by position, in the order of its local tensors. Each place is on
+  // The tokens of the queries that each rank holds, by position, in the order of its local tensors. Each token is on
   // one rank; parts may be empty.
   std::vector<IntervalList> parts;
-  // The places of keys and values, in the same form. Empty: the places of queries.
+  // The tokens of keys and values, in the same form. Empty: the tokens of queries.
   std::vector<IntervalList> key_parts = {};
   bool keys_are_whole = false;  // every rank holds all keys: each of `key_parts` is the full sequence
   AttentionMask mask = {};
@@ -92,8 +92,8 @@ struct Attention {
   // True if there are several nodes of several ranks each.
   bool has_levels() const { return 1 < ranks_per_node && ranks_per_node < mesh->size(); }
   const std::vector<IntervalList>& parts_of_keys() const { return key_parts.empty() ? parts : key_parts; }
-  int64_t length() const;      // places in the sequence of queries
-  int64_t key_length() const;  // places in the sequence of keys
+  int64_t length() const;      // tokens in the sequence of queries
+  int64_t key_length() const;  // tokens in the sequence of keys
   int64_t rows(int64_t position) const { return shardwright::length(parts[position]); }
   int64_t key_rows(int64_t position) const { return shardwright::length(parts_of_keys()[position]); }
   // The dtype of partial results and of sums of gradients: float64 for float64, else float32.

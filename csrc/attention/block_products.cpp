@@ -5,43 +5,43 @@
 namespace shardwright {
 namespace {
 
-// A place at which a block must end: the beginning of a chunk or a document.
+// A token before which a block must end: the first one of a chunk or a document.
 struct Cut {
-  int64_t place = 0;
+  int64_t token = 0;
   int64_t document = 0;  // the document that begins or continues here
 };
 
 std::vector<Cut> cuts_of(const Attention& attention, int64_t total) {
   std::vector<Cut> cuts{{0, 0}};
-  int64_t place = 0;
+  int64_t token = 0;
   for (size_t d = 0; d < attention.mask.documents.size(); ++d) {
     if (attention.mask.documents[d] == 0) continue;
-    cuts.push_back({place, static_cast<int64_t>(d)});
-    place += attention.mask.documents[d];
+    cuts.push_back({token, static_cast<int64_t>(d)});
+    token += attention.mask.documents[d];
   }
   if (attention.chunks > 0 && total > 0) {
     const int64_t rows = (total + attention.chunks - 1) / attention.chunks;
     for (int64_t begin = rows; begin < total; begin += rows) cuts.push_back({begin, -1});
   }
-  std::stable_sort(cuts.begin(), cuts.end(), [](const Cut& a, const Cut& b) { return a.place < b.place; });
-  // A chunk's cut is in the document of the cut before it, unless a document begins at the same place.
+  std::stable_sort(cuts.begin(), cuts.end(), [](const Cut& a, const Cut& b) { return a.token < b.token; });
+  // A chunk's cut is in the document of the cut before it, unless a document begins at the same token.
   for (size_t c = 1; c < cuts.size(); ++c) {
     if (cuts[c].document < 0) cuts[c].document = cuts[c - 1].document;
   }
   return cuts;
 }
 
-// Returns the blocks of all ranks, by ascending places.
+// Returns the blocks of all ranks, by ascending tokens.
 std::vector<SequenceBlock> blocks_of(const std::vector<IntervalList>& parts, const std::vector<Cut>& cuts) {
   std::vector<SequenceBlock> blocks;
   for (size_t owner = 0; owner < parts.size(); ++owner) {
     int64_t row = 0;
     for (const Interval& run : parts[owner]) {
       auto cut = std::upper_bound(cuts.begin(), cuts.end(), run.begin,
-                                  [](int64_t place, const Cut& c) { return place < c.place; });
+                                  [](int64_t token, const Cut& c) { return token < c.token; });
       for (int64_t begin = run.begin; begin < run.end;) {
-        while (cut != cuts.end() && cut->place <= begin) ++cut;
-        const int64_t end = cut == cuts.end() ? run.end : std::min(run.end, cut->place);
+        while (cut != cuts.end() && cut->token <= begin) ++cut;
+        const int64_t end = cut == cuts.end() ? run.end : std::min(run.end, cut->token);
         blocks.push_back({{begin, end}, static_cast<int64_t>(owner), row, std::prev(cut)->document});
         row += end - begin;
         begin = end;
@@ -49,7 +49,7 @@ std::vector<SequenceBlock> blocks_of(const std::vector<IntervalList>& parts, con
     }
   }
   std::sort(blocks.begin(), blocks.end(),
-            [](const SequenceBlock& a, const SequenceBlock& b) { return a.places.begin < b.places.begin; });
+            [](const SequenceBlock& a, const SequenceBlock& b) { return a.tokens.begin < b.tokens.begin; });
   return blocks;
 }
 
@@ -118,8 +118,8 @@ Band BlockProducts::band(int queries, int keys) const {
   const SequenceBlock& q = queries_[queries];
   const SequenceBlock& k = keys_[keys];
   if (q.document != k.document) return {1, 0};
-  // Query i is at place q + i, key j at place k + j.
-  const int64_t shift = k.places.begin - q.places.begin;
+  // Query i is token q + i, key j is token k + j.
+  const int64_t shift = k.tokens.begin - q.tokens.begin;
   Band band;
   if (mask_.window) band = {shift - *mask_.window + 1, shift + *mask_.window - 1};
   if (mask_.is_causal) band.least = std::max(band.least, shift);

@@ -1,7 +1,7 @@
 // The blocks of the sequences of queries and of keys, and the pairs of blocks that are multiplied.
 //
 // Blocks are as large as possible, but each is within one run of one rank's part, one chunk of the sequence (if there
-// are chunks) and one document. Blocks of a sequence are numbered by ascending places.
+// are chunks) and one document. Blocks of a sequence are numbered by ascending tokens.
 //
 // A block of queries overlaps a block of keys if some query sees some key. The visible pairs are a band
 // (program/attend.h): all pairs, a triangle, or for sliding windows a stripe. Pairs of blocks that do not overlap cost
@@ -17,12 +17,12 @@
 namespace shardwright {
 
 struct SequenceBlock {
-  Interval places;
+  Interval tokens;
   int64_t owner = 0;  // position of the rank that holds the block
   int64_t row = 0;    // first row in the owner's local tensors
   int64_t document = 0;
 
-  int64_t rows() const { return places.end - places.begin; }
+  int64_t rows() const { return tokens.end - tokens.begin; }
 };
 
 // The blocks of one sequence.

@@ -61,7 +61,7 @@ std::string runs_text(const IntervalList& part) {
 // Returns the sizes of keys and values that differ from those of queries.
 std::string keys_text(const Attention& a) {
   std::string text;
-  if (!a.key_parts.empty()) text += concat(a.key_length(), " places of keys, ");
+  if (!a.key_parts.empty()) text += concat(a.key_length(), " tokens of keys, ");
   if (a.value_depth != a.depth) text += concat("values of depth ", a.value_depth, ", ");
   return text;
 }

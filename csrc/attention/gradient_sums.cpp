@@ -9,7 +9,7 @@ namespace {
 
 constexpr int kTopLevel = 30;  // level of a node that joins all blocks
 
-// Returns the bits of both numbers interleaved, with the bits of `a` at odd places.
+// Returns the bits of both numbers interleaved, with the bits of `a` in odd positions.
 uint64_t interleaved(uint64_t a, uint64_t b) {
   uint64_t bits = 0;
   for (int i = 0; i < 32; ++i) bits |= ((a >> i & 1) << (2 * i + 1)) | ((b >> i & 1) << (2 * i));
@@ -54,7 +54,7 @@ struct BlockTensors {
 // Returns the largest nodes, in the tree over the queries that overlap a block of keys, whose blocks rank `by` holds
 // all. Each has its first block of queries. For sums by rank, returns one node of no blocks.
 std::map<TreeNode, int> nodes_of(const AttentionWriter& writer, int keys, int64_t by) {
-  if (!sums_by_place(writer.attention)) return {{TreeNode{}, -1}};
+  if (!sums_by_token(writer.attention)) return {{TreeNode{}, -1}};
   const std::vector<bool> meeting = writer.products.meeting_keys(keys);
   MergeTree<int> tree(meeting);
   std::map<TreeNode, int> nodes;
@@ -76,7 +76,7 @@ GradientSums::Block& GradientSums::of(int block) {
   auto found = blocks_.find(block);
   if (found == blocks_.end()) {
     std::vector<bool> contributes;
-    if (sums_by_place(writer_.attention)) {
+    if (sums_by_token(writer_.attention)) {
       contributes =
           kind_ == HeadKind::kQueries ? writer_.products.met_by_queries(block) : writer_.products.meeting_keys(block);
     }
@@ -88,34 +88,34 @@ GradientSums::Block& GradientSums::of(int block) {
 void GradientSums::set_total(int block, BlockGradients total) { of(block).total = std::move(total); }
 
 void GradientSums::begin(const ReturnedSums::Sum& sum) {
-  if (sums_by_place(writer_.attention)) {
-    of(sum.keys).places[sum.first] = sum.at;
+  if (sums_by_token(writer_.attention)) {
+    of(sum.keys).open_sums[sum.first] = sum.at;
   } else {
     set_total(sum.keys, sum.at);
   }
 }
 
-BlockGradients GradientSums::place(int block, int other) {
+BlockGradients GradientSums::sum_for(int block, int other) {
   Block& state = of(block);
-  if (!sums_by_place(writer_.attention)) return *state.total;
-  const auto found = state.places.find(other);
-  if (found != state.places.end()) return found->second;
+  if (!sums_by_token(writer_.attention)) return *state.total;
+  const auto found = state.open_sums.find(other);
+  if (found != state.open_sums.end()) return found->second;
   const BlockTensors tensors(writer_, kind_, block, heads_);
   const BufferId buffer = writer_.builder.new_buffer(tensors.count, writer_.attention.sum_dtype());
   if (tensors.count > 0) writer_.builder.emit(FillZero{writer_.builder.whole(buffer)});
-  return state.places[other] = tensors.in_buffer(buffer, 0);
+  return state.open_sums[other] = tensors.in_buffer(buffer, 0);
 }
 
 void GradientSums::added(int block, int other) {
-  if (!sums_by_place(writer_.attention)) return;
+  if (!sums_by_token(writer_.attention)) return;
   Block& state = of(block);
-  const BlockGradients sum = state.places.at(other);
-  state.places.erase(other);
+  const BlockGradients sum = state.open_sums.at(other);
+  state.open_sums.erase(other);
   add(block, {0, other}, sum);
 }
 
 void GradientSums::take(const ReturnedSums::Sum& sum) {
-  if (sums_by_place(writer_.attention)) {
+  if (sums_by_token(writer_.attention)) {
     add(sum.keys, sum.node, sum.at);
   } else {
     accumulate(sum.keys, sum.at, *of(sum.keys).total);
@@ -167,7 +167,7 @@ std::vector<std::pair<int, int>> pairs_in_order(const AttentionWriter& writer, c
       if (writer.products.meet(q, k)) pairs.emplace_back(q, k);
     }
   }
-  if (!sums_by_place(writer.attention)) return pairs;
+  if (!sums_by_token(writer.attention)) return pairs;
   const auto along_curve = [](const std::pair<int, int>& pair) { return interleaved(pair.first, pair.second); };
   std::sort(pairs.begin(), pairs.end(), [&](const auto& a, const auto& b) { return along_curve(a) < along_curve(b); });
   return pairs;
@@ -176,8 +176,8 @@ std::vector<std::pair<int, int>> pairs_in_order(const AttentionWriter& writer, c
 void attend_backward(AttentionWriter& writer, const HeadShare& share, int queries, int keys, const BackwardRows& rows,
                      GradientSums& of_queries, GradientSums& of_keys) {
   const Attention& a = writer.attention;
-  const BlockGradients dq = of_queries.place(queries, keys);
-  const BlockGradients dkv = of_keys.place(keys, queries);
+  const BlockGradients dq = of_queries.sum_for(queries, keys);
+  const BlockGradients dkv = of_keys.sum_for(keys, queries);
   for (const HeadGroup& group : share.groups) {
     const auto of_q = [&](auto heads) {
       heads.offset += group.q_head * heads.head_stride;

@@ -5,8 +5,8 @@
 //
 //   by rank    Without Attention::chunks, or if every rank holds all keys. Each rank adds up its contributions to a
 //              block. The owner of the keys adds the sums that it receives, by increasing distance.
-//   by place   With chunks, where blocks can be the same for any number of ranks. Contributions of single products are
-//              merged along a tree over the block numbers (merge_tree.h), so sums depend on places alone. For a block
+//   by token   With chunks, where blocks can be the same for any number of ranks. Contributions of single products are
+//              merged along a tree over the block numbers (merge_tree.h), so sums depend on tokens alone. For a block
 //              of keys that another rank holds, a rank sends one sum for each largest node of the tree whose blocks of
 //              queries it holds all. That is one sum for 2^n consecutive blocks that begin at a multiple of 2^n, else
 //              up to about 2 log2 of their number.
@@ -22,9 +22,9 @@
 
 namespace shardwright {
 
-inline bool sums_by_place(const Attention& attention) { return attention.chunks > 0 && !attention.keys_are_whole; }
+inline bool sums_by_token(const Attention& attention) { return attention.chunks > 0 && !attention.keys_are_whole; }
 inline HeadSharing sharing_in_backward(const Attention& attention) {
-  return sums_by_place(attention) ? HeadSharing::kWholeHeadsOfKeys : HeadSharing::kAll;
+  return sums_by_token(attention) ? HeadSharing::kWholeHeadsOfKeys : HeadSharing::kAll;
 }
 
 // The memory of a block's gradients, beginning with the first computed head: {dq}, or {dk, dv}.
@@ -55,7 +55,7 @@ class GradientSums {
   void begin(const ReturnedSums::Sum& sum);
 
   // Returns the memory to which the product of `block` and `other` must add its contribution.
-  BlockGradients place(int block, int other);
+  BlockGradients sum_for(int block, int other);
   // Must be called once that product was emitted.
   void added(int block, int other);
   // Adds a sum that was received from another rank.
@@ -66,7 +66,7 @@ class GradientSums {
     explicit Block(const std::vector<bool>& contributes) : tree(contributes) {}
 
     std::optional<BlockGradients> total;
-    std::map<int, BlockGradients> places;  // of products whose added() is still missing, by the other block
+    std::map<int, BlockGradients> open_sums;  // of products whose added() is still missing, by the other block
     MergeTree<BlockGradients> tree;
   };
 
@@ -84,7 +84,7 @@ class GradientSums {
 ReturnedSums returned_sums(AttentionWriter& writer, int64_t owner, int64_t by, int64_t heads);
 
 // Returns the pairs (queries, keys) of blocks that overlap, in the order in which their products are computed: by block
-// of queries; for sums by place along a Z-order curve, on which few sums of either side wait to be merged.
+// of queries; for sums by token along a Z-order curve, on which few sums of either side wait to be merged.
 std::vector<std::pair<int, int>> pairs_in_order(const AttentionWriter& writer, const std::vector<int>& queries,
                                                 const std::vector<int>& keys);
 

@@ -83,7 +83,7 @@ HeadsTensor HeadExchange::joined(size_t tensor) {
   return all;
 }
 
-HeadsPlace HeadExchange::place_of(size_t tensor, const SequenceBlock& block) const {
+HeadsOffset HeadExchange::offset_of(size_t tensor, const SequenceBlock& block) const {
   return {block.owner == writer_.me ? first_head(own_share(), tensors_[tensor].kind) : 0, block.row};
 }
 
@@ -92,13 +92,13 @@ const HeadsTensor& HeadExchange::tensor_with(size_t tensor, const SequenceBlock&
 }
 
 Heads HeadExchange::at(size_t tensor, const SequenceBlock& block) const {
-  const HeadsPlace place = place_of(tensor, block);
-  return tensor_with(tensor, block).at(place.head, place.row);
+  const HeadsOffset offset = offset_of(tensor, block);
+  return tensor_with(tensor, block).at(offset.head, offset.row);
 }
 
 HeadRows HeadExchange::rows_at(size_t tensor, const SequenceBlock& block) const {
-  const HeadsPlace place = place_of(tensor, block);
-  return tensor_with(tensor, block).rows_at(place.head, place.row);
+  const HeadsOffset offset = offset_of(tensor, block);
+  return tensor_with(tensor, block).rows_at(offset.head, offset.row);
 }
 
 HeadExchange::Arriving HeadExchange::start_return(int64_t distance, const std::vector<Sent>& sent) {

@@ -51,7 +51,7 @@ class HeadExchange {
 
  private:
   // This rank's own rows are not copied: they are read from its local tensor, among all heads.
-  HeadsPlace place_of(size_t tensor, const SequenceBlock& block) const;
+  HeadsOffset offset_of(size_t tensor, const SequenceBlock& block) const;
   const HeadsTensor& tensor_with(size_t tensor, const SequenceBlock& block) const;
 
   AttentionWriter& writer_;

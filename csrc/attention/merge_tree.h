@@ -1,7 +1,7 @@
 // The order in which contributions of blocks are merged: along a binary tree over the numbers of all blocks.
 //
 // A node of level l joins 2^l consecutive blocks; its two sides are nodes of level l - 1. Blocks that contribute
-// nothing are left out, so the tree depends on places and the mask alone. A merge takes place once both of its sides
+// nothing are left out, so the tree depends on tokens and the mask alone. A merge takes place once both of its sides
 // were added, in either order. If blocks are added in order, at most about log2 of their number wait to be merged.
 //
 // Example: blocks 0, 1 and 3 contribute. add(3) and add(0) wait; add(1) merges 0 with 1, and the result with 3.

@@ -150,12 +150,12 @@ void AttentionWriter::add_sum_output(const HeadsTensor& sum) {
 std::optional<PairMask> mask_of(const AttentionWriter& writer, std::optional<PairMask> mask, int queries, int keys) {
   if (!mask) return mask;
   mask->offset += writer.products.queries()[queries].row * mask->row_stride;
-  mask->offset += writer.products.keys()[keys].places.begin * mask->column_stride;
+  mask->offset += writer.products.keys()[keys].tokens.begin * mask->column_stride;
   return mask;
 }
 
-void append_box(std::vector<Box>& boxes, const HeadsTensor& src, HeadsPlace from, const HeadsTensor& dst, HeadsPlace to,
-                int64_t heads, int64_t rows) {
+void append_box(std::vector<Box>& boxes, const HeadsTensor& src, HeadsOffset from, const HeadsTensor& dst,
+                HeadsOffset to, int64_t heads, int64_t rows) {
   const Heads a = src.at(from.head, from.row);
   const Heads b = dst.at(to.head, to.row);
   if (src.batch * heads * rows * src.depth == 0) return;

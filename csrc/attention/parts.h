@@ -96,14 +96,14 @@ struct AttentionWriter {
 std::optional<PairMask> mask_of(const AttentionWriter& writer, std::optional<PairMask> mask, int queries, int keys);
 
 // The first head and row of a box.
-struct HeadsPlace {
+struct HeadsOffset {
   int64_t head = 0;
   int64_t row = 0;
 };
 // Appends the box that copies `heads` heads and `rows` rows of `src`, beginning at `from`, to `dst` at `to`. Appends
 // nothing if the box is empty.
-void append_box(std::vector<Box>& boxes, const HeadsTensor& src, HeadsPlace from, const HeadsTensor& dst, HeadsPlace to,
-                int64_t heads, int64_t rows);
+void append_box(std::vector<Box>& boxes, const HeadsTensor& src, HeadsOffset from, const HeadsTensor& dst,
+                HeadsOffset to, int64_t heads, int64_t rows);
 
 // The rows of one rank's keys or values that another rank needs, as they are stored: all rows, or some blocks packed.
 struct KeyRows {

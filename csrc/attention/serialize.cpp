@@ -21,7 +21,7 @@ IntervalList read_part(Reader& in) {
   in.list([&] {
     const int64_t begin = in.integer();
     const int64_t end = in.integer();
-    check_user(begin < end, "attention must have parts of at least one place, got [", begin, ", ", end, ")");
+    check_user(begin < end, "attention must have parts of at least one token, got [", begin, ", ", end, ")");
     append(part, {begin, end});
     return 0;
   });

@@ -69,7 +69,7 @@ class UlyssesForward {
 };
 
 // Writes the backward. The gradients of queries are complete on the rank that computes their heads. If several ranks
-// share a head of keys, the owner of the rows adds up their gradients, by increasing distance. For sums by place
+// share a head of keys, the owner of the rows adds up their gradients, by increasing distance. For sums by token
 // (gradient_sums.h), one rank computes each head of keys.
 class UlyssesBackward {
  public:

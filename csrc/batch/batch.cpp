@@ -80,13 +80,13 @@ std::vector<Rank> Batch::ranks() const {
 }
 
 std::string Batch::to_bytes() const {
-  std::map<const Mesh*, int> number_of_mesh;  // by address; equal meshes at other addresses are found by their bytes
+  std::map<const Mesh*, int> index_of_mesh;  // by address; equal meshes at other addresses are found by their bytes
   Numbers meshes;
   Numbers layouts;
   std::vector<std::pair<int, const Layout*>> written;  // mesh number and layout
   // Returns the number of a layout in the list of written layouts, and appends it to the list if it is new.
-  const auto number_of = [&](const Layout& layout) {
-    const auto [mesh, is_new_mesh] = number_of_mesh.try_emplace(&layout.mesh(), 0);
+  const auto index_of = [&](const Layout& layout) {
+    const auto [mesh, is_new_mesh] = index_of_mesh.try_emplace(&layout.mesh(), 0);
     if (is_new_mesh) {
       Writer out("mesh");
       write(out, layout.mesh());
@@ -95,25 +95,25 @@ std::string Batch::to_bytes() const {
     Writer out("layout");
     out.integer(mesh->second);
     write(out, layout);
-    const int number = layouts.of(std::move(out).finish());
-    if (number == static_cast<int>(written.size())) written.emplace_back(mesh->second, &layout);
-    return static_cast<int64_t>(number);
+    const int index = layouts.of(std::move(out).finish());
+    if (index == static_cast<int>(written.size())) written.emplace_back(mesh->second, &layout);
+    return static_cast<int64_t>(index);
   };
-  std::vector<int64_t> numbers_of_sources;
-  std::vector<int64_t> numbers_of_destinations;
-  for (const Layout& layout : sources) numbers_of_sources.push_back(number_of(layout));
-  for (const Layout& layout : destinations) numbers_of_destinations.push_back(number_of(layout));
-  std::map<std::vector<int64_t>, int64_t> number_of_map;
+  std::vector<int64_t> layouts_of_sources;
+  std::vector<int64_t> layouts_of_destinations;
+  for (const Layout& layout : sources) layouts_of_sources.push_back(index_of(layout));
+  for (const Layout& layout : destinations) layouts_of_destinations.push_back(index_of(layout));
+  std::map<std::vector<int64_t>, int64_t> index_of_map;
   std::vector<std::vector<int64_t>> maps;  // distinct maps, as words
   std::vector<int64_t> words;              // source, destination and map of each item
   for (const BatchItem& item : items) {
     std::vector<int64_t> map = item.map.words();
-    const auto [found, is_new] = number_of_map.try_emplace(map, static_cast<int64_t>(maps.size()));
+    const auto [found, is_new] = index_of_map.try_emplace(map, static_cast<int64_t>(maps.size()));
     if (is_new) maps.push_back(std::move(map));
     words.insert(words.end(), {item.source, item.destination, found->second});
   }
   std::vector<const Mesh*> written_meshes(meshes.count(), nullptr);
-  for (const auto& [mesh, number] : number_of_mesh) written_meshes[number] = mesh;
+  for (const auto& [mesh, index] : index_of_mesh) written_meshes[index] = mesh;
 
   Writer out(kKind);
   out.integer(bucket_bytes);
@@ -124,8 +124,8 @@ std::string Batch::to_bytes() const {
     out.integer(mesh_and_layout.first);
     write(out, *mesh_and_layout.second);
   });
-  out.integers(numbers_of_sources);
-  out.integers(numbers_of_destinations);
+  out.integers(layouts_of_sources);
+  out.integers(layouts_of_destinations);
   out.list(maps, [&](const std::vector<int64_t>& map) { out.integers(map); });
   out.integers(words);
   return std::move(out).finish();
@@ -152,14 +152,14 @@ Batch Batch::from_bytes(std::string_view bytes) {
   check_argument(words.size() % 3 == 0, "batch: number of integers of the items", "a multiple of 3", words.size());
   for (size_t i = 0; i < words.size(); i += 3) {
     // Returns words[j], checked to be an index below `count`.
-    const auto number = [&](size_t j, size_t count, const char* what) {
+    const auto checked_index = [&](size_t j, size_t count, const char* what) {
       check_user(words[j] >= 0 && words[j] < static_cast<int64_t>(count), "batch: ", what, " of an item must be ",
                  InRange{0, static_cast<int64_t>(count) - 1}, ", got ", words[j]);
       return static_cast<int>(words[j]);
     };
-    batch.items.push_back({number(i, batch.sources.size(), "source"),
-                           number(i + 1, batch.destinations.size(), "destination"),
-                           maps[number(i + 2, maps.size(), "map")]});
+    batch.items.push_back({checked_index(i, batch.sources.size(), "source"),
+                           checked_index(i + 1, batch.destinations.size(), "destination"),
+                           maps[checked_index(i + 2, maps.size(), "map")]});
   }
   batch.check();
   return batch;
@@ -210,10 +210,10 @@ Batch whole_tensors(std::vector<std::pair<Layout, Layout>> pairs, int64_t bucket
   batch.bucket_bytes = bucket_bytes;
   batch.buckets = buckets;
   for (auto& [src, dst] : pairs) {
-    const auto number = static_cast<int>(batch.items.size());
-    check_user(src.shape() == dst.shape(), "items: item ", number, " must be two layouts of one shape, got ", src,
+    const auto index = static_cast<int>(batch.items.size());
+    check_user(src.shape() == dst.shape(), "items: item ", index, " must be two layouts of one shape, got ", src,
                " and ", dst);
-    batch.items.push_back({number, number, IndexMap::identity(src.tensor_shape())});
+    batch.items.push_back({index, index, IndexMap::identity(src.tensor_shape())});
     batch.sources.push_back(std::move(src));
     batch.destinations.push_back(std::move(dst));
   }

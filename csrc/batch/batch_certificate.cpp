@@ -53,7 +53,7 @@ void count_bytes(const BatchPlan& plan, BatchCertificate& certificate) {
 // Bytes that all receivers together need from each set of candidate senders.
 struct Wanted {
   std::map<std::vector<Rank>, int64_t> by_senders;
-  bool is_all = true;  // false if exchanges that do not report their demand were left out
+  bool is_complete = true;  // false if exchanges that do not report their demand were left out
 };
 
 // Returns the bytes wanted by the receivers of all items.
@@ -62,7 +62,7 @@ Wanted wanted_of(const BatchPlan& plan) {
   for (const Kind& kind : plan.kinds()) {
     const auto of_kind = kind.exchange->demand();
     if (!of_kind) {
-      wanted.is_all = false;
+      wanted.is_complete = false;
       continue;
     }
     for (const auto& [senders, elements] : *of_kind) {
@@ -75,11 +75,11 @@ Wanted wanted_of(const BatchPlan& plan) {
 // Sets sent_bytes_bound by dividing work (exchange/load.h): the bytes wanted from each set of candidate senders are a
 // job. Ranks that belong to the same sets form a team, and the teams that belong to one set form its pool.
 void bound_sent(const BatchPlan& plan, BatchCertificate& certificate) {
-  const Wanted known = wanted_of(plan);
-  const std::map<std::vector<Rank>, int64_t>& wanted = known.by_senders;
-  const bool is_small = static_cast<int64_t>(wanted.size()) <= BatchCertificate::kMaxPools;
-  certificate.sent_bound_is_exact = known.is_all && is_small;
-  if (!known.is_all) {  // all source ranks send equal shares
+  const Wanted demand = wanted_of(plan);
+  const std::map<std::vector<Rank>, int64_t>& bytes_by_senders = demand.by_senders;
+  const bool is_small = static_cast<int64_t>(bytes_by_senders.size()) <= BatchCertificate::kMaxPools;
+  certificate.sent_bound_is_exact = demand.is_complete && is_small;
+  if (!demand.is_complete) {  // all source ranks send equal shares
     std::set<Rank> sources;
     for (const Layout& layout : plan.batch().sources) {
       for (const Rank rank : layout.mesh().ranks()) sources.insert(rank);
@@ -88,7 +88,7 @@ void bound_sent(const BatchPlan& plan, BatchCertificate& certificate) {
         ceil_divide(certificate.received_bytes_sum, std::max<int64_t>(static_cast<int64_t>(sources.size()), 1));
   }
   if (!is_small) {
-    for (const auto& [senders, bytes] : wanted) {
+    for (const auto& [senders, bytes] : bytes_by_senders) {
       const int64_t of_each = ceil_divide(bytes, static_cast<int64_t>(senders.size()));
       certificate.sent_bytes_bound = std::max(certificate.sent_bytes_bound, of_each);
     }
@@ -96,7 +96,7 @@ void bound_sent(const BatchPlan& plan, BatchCertificate& certificate) {
   }
   std::map<Rank, std::vector<int>> pools_of;
   SharedWork work;
-  for (const auto& [senders, bytes] : wanted) {
+  for (const auto& [senders, bytes] : bytes_by_senders) {
     const auto pool = static_cast<int>(work.jobs.size());
     work.jobs.push_back({bytes, {pool}});
     for (const Rank rank : senders) pools_of[rank].push_back(pool);

@@ -26,10 +26,10 @@ BatchPlan::Kind BatchPlan::make_kind(int item, ExchangePtr exchange) const {
     const int64_t elements =
         kind.exchange->num_elements(rank, Direction::kReceive) + kind.exchange->num_elements(rank, Direction::kSend);
     if (elements == 0) continue;
-    const auto number = std::lower_bound(ranks_.begin(), ranks_.end(), rank) - ranks_.begin();
+    const auto rank_index = std::lower_bound(ranks_.begin(), ranks_.end(), rank) - ranks_.begin();
     const int64_t messages = kind.exchange->messages_at_most(rank, Direction::kReceive) +
                              kind.exchange->messages_at_most(rank, Direction::kSend);
-    kind.loads.push_back({static_cast<int>(number), elements, messages});
+    kind.loads.push_back({static_cast<int>(rank_index), elements, messages});
   }
   std::stable_sort(kind.loads.begin(), kind.loads.end(),
                    [](const ItemLoad& a, const ItemLoad& b) { return a.elements > b.elements; });
@@ -48,8 +48,7 @@ class SenderRotation {
   // Returns the sender group with the fewest bytes so far and adds `bytes` to it. `sender_groups` is their number.
   int64_t take(const Layout& src, int64_t sender_groups, int64_t bytes) {
     if (sender_groups == 1) return 0;
-    std::vector<int64_t>& sent_bytes =
-        sent_bytes_[{number_of(src.mesh()), src.replicated_dims().bits(), sender_groups}];
+    std::vector<int64_t>& sent_bytes = sent_bytes_[{index_of(src.mesh()), src.replicated_dims().bits(), sender_groups}];
     sent_bytes.resize(sender_groups, 0);
     int64_t least = first_ % sender_groups;
     for (int64_t i = 1; i < sender_groups; ++i) {
@@ -61,13 +60,13 @@ class SenderRotation {
   }
 
  private:
-  // Returns the number of a mesh. Equal meshes have one number.
-  int64_t number_of(const Mesh& mesh) {
+  // Returns the index of a mesh. Equal meshes have one index.
+  int64_t index_of(const Mesh& mesh) {
     const auto known = std::find_if(meshes_.begin(), meshes_.end(),
                                     [&](const Mesh* other) { return other == &mesh || *other == mesh; });
-    const int64_t number = known - meshes_.begin();
+    const int64_t index = known - meshes_.begin();
     if (known == meshes_.end()) meshes_.push_back(&mesh);
-    return number;
+    return index;
   }
 
   int64_t first_;

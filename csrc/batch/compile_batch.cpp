@@ -212,8 +212,8 @@ class BatchCompiler {
     for (const auto& [peer, fragments] : round.sends) {
       move.sends.push_back({to_int(peer), range_of(fragments, round, wires_[bucket], position)});
       for (const Fragment& fragment : fragments) {
-        const Place from = Place::strided(part(fragment.item).src_axes, src_strides(fragment.item));
-        Copy copy{source(fragment.item), buckets_[bucket], boxes_of(fragment, from, Place::packed(position))};
+        const CopySide from = CopySide::strided(part(fragment.item).src_axes, src_strides(fragment.item));
+        Copy copy{source(fragment.item), buckets_[bucket], boxes_of(fragment, from, CopySide::packed(position))};
         copy.dst_dtype = plan_.wire_dtype(fragment.item);
         copies.add(std::move(copy));
         position += fragment.end - fragment.begin;
@@ -236,8 +236,8 @@ class BatchCompiler {
       const RankPart& rank_part = part(item);
       if (!rank_part.kept) continue;
       copies.add({source(item), destination(item),
-                  rank_part.kept->boxes(Place::strided(rank_part.src_axes, src_strides(item)),
-                                        Place::strided(rank_part.dst_axes, dst_strides(item)))});
+                  rank_part.kept->boxes(CopySide::strided(rank_part.src_axes, src_strides(item)),
+                                        CopySide::strided(rank_part.dst_axes, dst_strides(item)))});
     }
     emit(copies.take());
   }
@@ -254,8 +254,8 @@ class BatchCompiler {
     int64_t position = sent_bytes / round.element_bytes;
     for (const auto& [peer, fragments] : round.receives) {
       for (const Fragment& fragment : fragments) {
-        const Place to = Place::strided(part(fragment.item).dst_axes, dst_strides(fragment.item));
-        Copy copy{buckets_[bucket], destination(fragment.item), boxes_of(fragment, Place::packed(position), to)};
+        const CopySide to = CopySide::strided(part(fragment.item).dst_axes, dst_strides(fragment.item));
+        Copy copy{buckets_[bucket], destination(fragment.item), boxes_of(fragment, CopySide::packed(position), to)};
         copy.src_dtype = plan_.wire_dtype(fragment.item);
         copies.add(std::move(copy));
         position += fragment.end - fragment.begin;
@@ -276,7 +276,7 @@ class BatchCompiler {
     return {bucket, position * round.element_bytes, elements_of(fragments) * round.element_bytes};
   }
   // Returns the boxes that copy the elements of a fragment.
-  static std::vector<Box> boxes_of(const Fragment& fragment, const Place& from, const Place& to) {
+  static std::vector<Box> boxes_of(const Fragment& fragment, const CopySide& from, const CopySide& to) {
     return fragment.message->slice(fragment.begin, fragment.end).boxes(from, to);
   }
   const RankPart& part(int item) const { return parts_[plan_.kind_of(item)]; }

@@ -116,8 +116,8 @@ void define_values(py::class_<GemmModel>& model) {
           "picoseconds",
           [](const GemmModel& model, const Typed<int64_t>& m_, const Typed<int64_t>& n_, const Typed<int64_t>& k_,
              const Typed<int64_t>& count, const Typed<int64_t>& item_bytes) {
-            const auto size = [](const py::object& number, const char* argument) {
-              const int64_t value = integer(number, argument);
+            const auto size = [](const py::object& given, const char* argument) {
+              const int64_t value = integer(given, argument);
               check_argument(value >= 0, argument, "at least 0", value);
               return value;
             };

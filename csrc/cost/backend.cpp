@@ -4,8 +4,8 @@ namespace shardwright {
 
 const Lowering& lowering_of_backend(std::string_view backend, std::string_view device_type) {
   // Reductions are composed of exchanges and local sums.
-  const bool is_composed = backend == "gloo" || (backend == "fake" && device_type == "cpu");
-  return is_composed ? Lowering::kGloo : Lowering::kNccl;
+  const bool is_gloo = backend == "gloo" || (backend == "fake" && device_type == "cpu");
+  return is_gloo ? Lowering::kGloo : Lowering::kNccl;
 }
 
 const Lowering& lowering_of_device(std::string_view device_type) {

@@ -68,8 +68,8 @@ bool visited_without_parts(int64_t k, Interval coordinates, Interval list, const
   const int64_t n = list.end - list.begin;
   if (rule.is_chunks() && !target.has_repeats()) {
     const int64_t chunk = (n + k - 1) / k;
-    auto at = target.kept().begin();
-    const auto end = target.kept().end();
+    auto at = target.stored().begin();
+    const auto end = target.stored().end();
     for (int64_t c = coordinates.begin; c < coordinates.end; ++c) {
       const Interval part{list.begin + c * chunk, std::min(list.begin + (c + 1) * chunk, list.end)};
       while (at != end && at->end <= part.begin) ++at;

@@ -29,17 +29,17 @@ class Bounds {
     for (int t = 0; t < src.ndim(); ++t) overlaps_.emplace_back(src_.lists(t), dst_.lists(t));
     const std::vector<Rank> from = src_.ranks();
     for (size_t p = 0; p < from.size(); ++p) {
-      Place& place = places_[from[p]];
-      place.src_position = static_cast<int64_t>(p);
-      place.src_part = src_.part_replica_at(place.src_position).part;
+      RankParts& parts = parts_of_[from[p]];
+      parts.src_position = static_cast<int64_t>(p);
+      parts.src_part = src_.part_replica_at(parts.src_position).part;
     }
     const std::vector<Rank> to = dst_.ranks();
     for (size_t p = 0; p < to.size(); ++p) {
-      Place& place = places_[to[p]];
-      place.dst_position = static_cast<int64_t>(p);
-      place.dst_part = dst_.part_replica_at(place.dst_position).part;
-      if (place.src_part == kNone) continue;
-      if (shared(place.src_part, place.dst_part) > 0) own_[{place.src_part, place.dst_part}].push_back(&place);
+      RankParts& parts = parts_of_[to[p]];
+      parts.dst_position = static_cast<int64_t>(p);
+      parts.dst_part = dst_.part_replica_at(parts.dst_position).part;
+      if (parts.src_part == kNone) continue;
+      if (shared(parts.src_part, parts.dst_part) > 0) own_[{parts.src_part, parts.dst_part}].push_back(&parts);
     }
   }
 
@@ -48,10 +48,10 @@ class Bounds {
     ExchangeBound bound;
     int64_t received_max = 0;
     int64_t received_sum = 0;
-    for (const auto& [rank, place] : places_) {
-      if (place.dst_part == kNone) continue;
-      const int64_t kept = place.src_part == kNone ? 0 : shared(place.src_part, place.dst_part);
-      const int64_t missing = size_of_dst(place.dst_part) - kept;
+    for (const auto& [rank, parts] : parts_of_) {
+      if (parts.dst_part == kNone) continue;
+      const int64_t kept = parts.src_part == kNone ? 0 : shared(parts.src_part, parts.dst_part);
+      const int64_t missing = size_of_dst(parts.dst_part) - kept;
       received_max = std::max(received_max, missing);
       received_sum += missing;
     }
@@ -75,10 +75,10 @@ class Bounds {
     for (const auto& [cell, ranks] : own_) {
       std::set<int64_t> pending;
       std::set<int64_t> replicas_of_cell;
-      for (const Place* place : ranks) {
-        pending.insert(src_layout_.mesh().coordinate(place->src_position, src_layout_.partial_dims().to_vector()));
+      for (const RankParts* parts : ranks) {
+        pending.insert(src_layout_.mesh().coordinate(parts->src_position, src_layout_.partial_dims().to_vector()));
         replicas_of_cell.insert(
-            dst_layout_.mesh().coordinate(place->dst_position, dst_layout_.replicated_dims().to_vector()));
+            dst_layout_.mesh().coordinate(parts->dst_position, dst_layout_.replicated_dims().to_vector()));
       }
       // A rank in both sets saves one transfer: it has one contribution, and is one replica. Without pending
       // reductions, every replica that holds the value saves one.
@@ -88,7 +88,7 @@ class Bounds {
     }
     ExchangeBound bound;
     bound.direct_is_exact = bound.forwarded_is_exact = false;
-    const auto ranks = static_cast<int64_t>(places_.size());
+    const auto ranks = static_cast<int64_t>(parts_of_.size());
     bound.direct_sent = bound.forwarded_sent = {transfers, ranks};
     const int64_t item = src_layout_.dtype().size_bytes();
     bound.received_bytes_sum = transfers * item;
@@ -102,12 +102,12 @@ class Bounds {
   void into_nodes(int64_t ranks_per_node, ExchangeBound& bound) const {
     if (ranks_per_node <= 0 || ranks_per_node > ExchangeBound::kMaxNode) return;
     const int64_t item = src_layout_.dtype().size_bytes();
-    for (auto at = places_.begin(); at != places_.end();) {
+    for (auto at = parts_of_.begin(); at != parts_of_.end();) {
       const int64_t node = to_int(at->first) / ranks_per_node;
       std::set<int64_t> held;
       std::set<int64_t> needed;
       int64_t ranks = 0;
-      for (; at != places_.end() && to_int(at->first) / ranks_per_node == node; ++at, ++ranks) {
+      for (; at != parts_of_.end() && to_int(at->first) / ranks_per_node == node; ++at, ++ranks) {
         if (at->second.src_part != kNone) held.insert(at->second.src_part);
         if (at->second.dst_part != kNone) needed.insert(at->second.dst_part);
       }
@@ -127,11 +127,11 @@ class Bounds {
     std::map<int64_t, int64_t> ranks;
     std::vector<std::set<int64_t>> senders(src_.parts());  // nodes, by part
     std::vector<std::set<int64_t>> receivers(dst_.parts());
-    for (const auto& [rank, place] : places_) {
+    for (const auto& [rank, parts] : parts_of_) {
       const int64_t node = to_int(rank) / ranks_per_node;
       ++ranks[node];
-      if (place.src_part != kNone) senders[place.src_part].insert(node);
-      if (place.dst_part != kNone) receivers[place.dst_part].insert(node);
+      if (parts.src_part != kNone) senders[parts.src_part].insert(node);
+      if (parts.dst_part != kNone) receivers[parts.dst_part].insert(node);
     }
     std::map<int64_t, int64_t> leaving;
     for (int64_t part = 0; part < src_.parts(); ++part) {
@@ -151,7 +151,7 @@ class Bounds {
  private:
   static constexpr int64_t kNone = -1;
   // The position and part of a rank on each side; kNone if the rank is not on that mesh.
-  struct Place {
+  struct RankParts {
     int64_t src_position = kNone;
     int64_t src_part = kNone;  // index of the part in the grid
     int64_t dst_position = kNone;
@@ -238,7 +238,7 @@ class Bounds {
   // Sets the bounds for algorithms that forward data. `received_sum` is the number of elements that all ranks receive.
   void forward(int64_t received_sum, ExchangeBound& bound) const {
     const std::vector<int64_t> leaving = leaving_of_parts();
-    const Ratio mean{received_sum, static_cast<int64_t>(places_.size())};
+    const Ratio mean{received_sum, static_cast<int64_t>(parts_of_.size())};
     const Ratio out{*std::max_element(leaving.begin(), leaving.end()), src_.replicas()};
     const Ratio& any = out.rounded_up() > mean.rounded_up() ? out : mean;
     bound.any_sent_bytes_max = any.rounded_up() * src_layout_.dtype().size_bytes();
@@ -253,12 +253,12 @@ class Bounds {
     SharedWork work;
     work.pools.resize(src_.parts() + dst_.parts());
     std::map<Cell, int> teams;
-    for (const auto& [rank, place] : places_) {
-      const auto [found, is_new] = teams.try_emplace({place.src_part, place.dst_part}, static_cast<int>(teams.size()));
+    for (const auto& [rank, parts] : parts_of_) {
+      const auto [found, is_new] = teams.try_emplace({parts.src_part, parts.dst_part}, static_cast<int>(teams.size()));
       if (is_new) {
         work.team_sizes.push_back(0);
-        if (place.src_part != kNone) work.pools[place.src_part].push_back(found->second);
-        if (place.dst_part != kNone) work.pools[src_.parts() + place.dst_part].push_back(found->second);
+        if (parts.src_part != kNone) work.pools[parts.src_part].push_back(found->second);
+        if (parts.dst_part != kNone) work.pools[src_.parts() + parts.dst_part].push_back(found->second);
       }
       ++work.team_sizes[found->second];
     }
@@ -280,8 +280,8 @@ class Bounds {
   Grid src_;
   Grid dst_;
   std::vector<ShardOverlaps> overlaps_;
-  std::map<Rank, Place> places_;
-  std::map<Cell, std::vector<const Place*>> own_;  // by cell: the ranks that hold and need it
+  std::map<Rank, RankParts> parts_of_;
+  std::map<Cell, std::vector<const RankParts*>> own_;  // by cell: the ranks that hold and need it
 };
 
 }  // namespace

@@ -32,7 +32,7 @@ int64_t RankSet::size() const {
   return size;
 }
 
-std::vector<size_t> RankSet::numbers() const {
+std::vector<size_t> RankSet::indices() const {
   std::vector<size_t> numbers;
   for (size_t w = 0; w < words_.size(); ++w) {
     for (uint64_t left = words_[w]; left != 0; left &= left - 1) {
@@ -59,7 +59,7 @@ struct Cells::Work {
       job.pools.push_back(pool->second);
       if (!is_new) continue;
       std::vector<int>& teams = shared.pools.emplace_back();
-      for (const size_t rank : set->numbers()) {
+      for (const size_t rank : set->indices()) {
         const size_t team = cells.team_of_[rank];
         if (cells.teams_[team].front() == rank) teams.push_back(static_cast<int>(team));
       }
@@ -144,9 +144,9 @@ bool Cells::find_cells() {
     if (combinations > kMaxCells) return false;
   }
   int64_t members = 0;
-  for (int64_t number = 0; number < combinations; ++number) {
+  for (int64_t combination = 0; combination < combinations; ++combination) {
     Cell cell{{}, 1, RankSet(num_ranks_, true), RankSet(num_ranks_, true)};
-    int64_t rest = number;
+    int64_t rest = combination;
     for (const std::vector<Class>& of_axis : classes_) {
       const auto classes = static_cast<int64_t>(of_axis.size());
       cell.classes.push_back(static_cast<size_t>(rest % classes));

@@ -32,7 +32,7 @@ class RankSet {
   void keep(const RankSet& other);  // intersection
   void remove(const RankSet& other);
   int64_t size() const;
-  std::vector<size_t> numbers() const;  // indices of the ranks, ascending
+  std::vector<size_t> indices() const;  // indices of the ranks, ascending
   auto operator<=>(const RankSet&) const = default;
 
  private:

@@ -17,11 +17,11 @@ int64_t sizes_of(const Mesh& mesh, const std::vector<int>& mesh_dims) {
 }
 
 // Returns the position with these coordinates, and 0 on the other mesh dims: the inverse of Mesh::coordinate.
-int64_t offset_of(const Mesh& mesh, const std::vector<int>& mesh_dims, int64_t number) {
+int64_t offset_of(const Mesh& mesh, const std::vector<int>& mesh_dims, int64_t index) {
   int64_t offset = 0;
   for (size_t i = mesh_dims.size(); i-- > 0;) {
-    offset += number % mesh.dim_size(mesh_dims[i]) * mesh.stride(mesh_dims[i]);
-    number /= mesh.dim_size(mesh_dims[i]);
+    offset += index % mesh.dim_size(mesh_dims[i]) * mesh.stride(mesh_dims[i]);
+    index /= mesh.dim_size(mesh_dims[i]);
   }
   return offset;
 }
@@ -79,9 +79,9 @@ void Grid::number_parts() {
   std::vector<int64_t> shards(lists_.size());
   for (int64_t p = 0; p < mesh_->size(); ++p) {
     for (size_t t = 0; t < shards.size(); ++t) shards[t] = mesh_->coordinate(p, cutting_[t]);
-    const PartReplica replica_place{part_of(shards), mesh_->coordinate(p, replicating_)};
-    std::copy(shards.begin(), shards.end(), shards_.begin() + replica_place.part * static_cast<int64_t>(shards.size()));
-    part_replicas_.push_back(replica_place);
+    const PartReplica part_replica{part_of(shards), mesh_->coordinate(p, replicating_)};
+    std::copy(shards.begin(), shards.end(), shards_.begin() + part_replica.part * static_cast<int64_t>(shards.size()));
+    part_replicas_.push_back(part_replica);
   }
 }
 
@@ -126,7 +126,7 @@ struct Owned {
 };
 
 // Returns the intervals of all shards, ascending. Throws InvariantError if they overlap.
-std::vector<Owned> by_place(const std::vector<IntervalList>& lists) {
+std::vector<Owned> sorted_intervals(const std::vector<IntervalList>& lists) {
   std::vector<Owned> all;
   for (size_t shard = 0; shard < lists.size(); ++shard) {
     for (const Interval& interval : lists[shard]) all.push_back({interval, static_cast<int64_t>(shard)});
@@ -185,7 +185,7 @@ size_t num_intervals(const std::vector<IntervalList>& lists) {
 
 ShardOverlaps::ShardOverlaps(const std::vector<IntervalList>& src, const std::vector<IntervalList>& dst) {
   const bool by_pairs = num_intervals(src) + num_intervals(dst) > src.size() * dst.size() * kIntervalsPerPair;
-  const std::vector<Owned> owned = by_pairs ? std::vector<Owned>() : by_place(src);
+  const std::vector<Owned> owned = by_pairs ? std::vector<Owned>() : sorted_intervals(src);
   of_src_.begins.assign(src.size() + 1, 0);
   for (const IntervalList& list : dst) {
     const size_t begin = of_dst_.all.size();

@@ -184,8 +184,7 @@ GridExchange::Section GridExchange::section(const Queue& queue, int64_t section_
   }
   section.begin += section_index / queue.sections * queue.elements;
   const std::vector<AbsentSection>& all = all_->absent[queue.part];
-  const auto absent = std::partition_point(all.begin(), all.end(),
-                                           [&](const AbsentSection& absent) { return absent.index < section_index; });
+  const auto absent = std::ranges::lower_bound(all, section_index, {}, &AbsentSection::index);
   if (absent != all.begin()) section.begin -= (absent - 1)->before + (absent - 1)->elements;
   if (absent != all.end() && absent->index == section_index) section.elements = 0;
   return section;
@@ -216,8 +215,7 @@ int64_t GridExchange::end_served(const Queue& queue, int64_t sender_index) const
 int64_t GridExchange::num_present(const Queue& queue, int64_t first, int64_t end) const {
   const std::vector<AbsentSection>& all = all_->absent[queue.part];
   const auto before = [&](int64_t section_index) {
-    return std::partition_point(all.begin(), all.end(),
-                                [&](const AbsentSection& absent) { return absent.index < section_index; });
+    return std::ranges::lower_bound(all, section_index, {}, &AbsentSection::index);
   };
   return end - first - (before(end) - before(first));
 }

@@ -16,7 +16,7 @@
 // Example: 12 rows from ranks 0 to 3 on (a=2, b=2) as [S(0), R] to ranks 4 to 6 on (c=3) as [S(0)], by
 // ReplicaPolicy::kEvenBytes:
 //
-//   part      senders    queue                             ranges of 3 rows
+//   part      senders    queue                            ranges of 3 rows
 //   [0, 6)    0, 1       4: [0, 4)    5: [4, 6)           0 -> 4: [0, 3)    1 -> 4: [3, 4)    1 -> 5: [4, 6)
 //   [6, 12)   2, 3       5: [6, 8)    6: [8, 12)          2 -> 5: [6, 8)    2 -> 6: [8, 9)    3 -> 6: [9, 12)
 //

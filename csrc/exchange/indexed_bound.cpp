@@ -28,7 +28,7 @@ void bound_nodes(const Cells& cells, const std::vector<Rank>& ranks, int64_t ran
   for (size_t i = 0; i < ranks.size(); ++i) ++nodes[node_of(i)].ranks;
   const auto nodes_of = [&](const RankSet& rank_set) {
     std::set<int64_t> node_numbers;
-    for (const size_t i : rank_set.numbers()) node_numbers.insert(node_of(i));
+    for (const size_t i : rank_set.indices()) node_numbers.insert(node_of(i));
     return node_numbers;
   };
   for (const Cells::Cell& cell : cells.all()) {
@@ -39,7 +39,7 @@ void bound_nodes(const Cells& cells, const std::vector<Rank>& ranks, int64_t ran
     }
     if (holding.size() == 1 && !(needing == holding)) nodes[*holding.begin()].leaving += cell.elements;
   }
-  for (const auto& [number, node] : nodes) {
+  for (const auto& [node_index, node] : nodes) {
     const auto most = [&](int64_t& of_all, int64_t elements) { of_all = std::max(of_all, elements * item_bytes); };
     most(bound.node_bytes_per_rank, ceil_divide(node.entering, node.ranks));
     most(bound.leaving_bytes_per_rank, ceil_divide(node.leaving, node.ranks));

@@ -69,7 +69,7 @@ class IndexedExchange::Choice {
     for (auto& [to, by_slot] : taken_) {
       Shares& own = shares[to];
       for (auto& [shard, elements] : by_slot) {
-        own.push_back({shard, samples_.repeated(sorted_by_place(std::move(elements)))});
+        own.push_back({shard, samples_.repeated(sorted_by_begin(std::move(elements)))});
       }
     }
     return shares;
@@ -248,7 +248,7 @@ const IndexedExchange::Shares& IndexedExchange::shares_of(size_t axis, int64_t t
 
 Region IndexedExchange::elements_of(const Delivery& delivery) const {
   Region region(src_.axes.size());
-  int64_t rest = delivery.number;
+  int64_t rest = delivery.combination;
   for (size_t axis = region.size(); axis-- > 0;) {
     const Shares& shares = shares_of(axis, delivery.to);
     region[axis] = shares[rest % static_cast<int64_t>(shares.size())].elements;
@@ -269,10 +269,10 @@ void IndexedExchange::deliver() {
     for (size_t axis = 0; axis < src_.axes.size(); ++axis) {
       combinations *= static_cast<int64_t>(shares_of(axis, to).size());
     }
-    for (int64_t number = 0; number < combinations; ++number) {
+    for (int64_t combination = 0; combination < combinations; ++combination) {
       std::vector<int64_t> part(src_.axes.size());
       int64_t count = 1;
-      int64_t rest = number;
+      int64_t rest = combination;
       for (size_t axis = part.size(); axis-- > 0;) {
         const Shares& shares = shares_of(axis, to);
         const Share& share = shares[rest % static_cast<int64_t>(shares.size())];
@@ -281,7 +281,7 @@ void IndexedExchange::deliver() {
         count *= length(share.elements);
       }
       if (count == 0 || (before && src_.shards[*before] == part)) continue;
-      wanted[part].push_back({0, to, number, {0, count}});
+      wanted[part].push_back({0, to, combination, {0, count}});
     }
   }
   std::vector<int64_t> sent(src_.shards.size(), 0);
@@ -314,7 +314,7 @@ void IndexedExchange::deliver_by_cells() {
     shares_[axis].clear();
     numbers[axis].resize(cells->classes(axis).size());
     for (size_t i = 0; i < numbers[axis].size(); ++i) {
-      for (const size_t rank : cells->classes(axis)[i].after.numbers()) {
+      for (const size_t rank : cells->classes(axis)[i].after.indices()) {
         const int64_t to = *dst_.mesh->position_of(ranks_[rank]);
         Shares& shares = shares_[axis][to];
         numbers[axis][i][to] = static_cast<int64_t>(shares.size());
@@ -327,16 +327,17 @@ void IndexedExchange::deliver_by_cells() {
     const Cells::Cell& cell = cells->all()[c];
     auto giver = shared[c].begin();
     int64_t left = giver->second;
-    for (const size_t receiver : cell.receivers.numbers()) {
+    for (const size_t receiver : cell.receivers.indices()) {
       const int64_t to = *dst_.mesh->position_of(ranks_[receiver]);
-      int64_t number = 0;
+      int64_t combination = 0;
       for (size_t axis = 0; axis < shares_.size(); ++axis) {
-        number = number * static_cast<int64_t>(shares_[axis].at(to).size()) + numbers[axis][cell.classes[axis]].at(to);
+        combination =
+            combination * static_cast<int64_t>(shares_[axis].at(to).size()) + numbers[axis][cell.classes[axis]].at(to);
       }
       for (int64_t begin = 0; begin < cell.elements;) {
         if (left == 0) left = (++giver)->second;
         const int64_t end = std::min(cell.elements, begin + left);
-        deliveries_.push_back({*src_.mesh->position_of(ranks_[giver->first]), to, number, {begin, end}});
+        deliveries_.push_back({*src_.mesh->position_of(ranks_[giver->first]), to, combination, {begin, end}});
         left -= end - begin;
         begin = end;
       }
@@ -359,8 +360,8 @@ void IndexedExchange::index_deliveries() {
   }
 }
 
-// Sends whole messages from the nearest candidate sender; or arranges all requests of one part in a line and divides
-// the line into one range for each candidate sender.
+// Sends whole messages from the nearest candidate sender; or arranges all requests of one part in a queue and divides
+// the queue into one range for each candidate sender.
 void IndexedExchange::divide_among(const std::vector<int64_t>& senders, std::vector<Delivery> wanted,
                                    std::vector<int64_t>& sent) {
   if (senders.size() == 1 || policy_ == ReplicaPolicy::kWholeMessages) {
@@ -380,14 +381,15 @@ void IndexedExchange::divide_among(const std::vector<int64_t>& senders, std::vec
   for (const Delivery& delivery : wanted) total += delivery.range.end;
   const auto count = static_cast<int64_t>(senders.size());
   const int64_t quota = (total + count - 1) / count;
-  int64_t place = 0;
+  int64_t begin_in_queue = 0;
   for (const Delivery& delivery : wanted) {
-    for (int64_t begin = place; begin < place + delivery.range.end;) {
-      const int64_t end = std::min(place + delivery.range.end, (begin / quota + 1) * quota);
-      deliveries_.push_back({senders[begin / quota], delivery.to, delivery.number, {begin - place, end - place}});
+    for (int64_t begin = begin_in_queue; begin < begin_in_queue + delivery.range.end;) {
+      const int64_t end = std::min(begin_in_queue + delivery.range.end, (begin / quota + 1) * quota);
+      deliveries_.push_back(
+          {senders[begin / quota], delivery.to, delivery.combination, {begin - begin_in_queue, end - begin_in_queue}});
       begin = end;
     }
-    place += delivery.range.end;
+    begin_in_queue += delivery.range.end;
   }
 }
 
@@ -444,7 +446,7 @@ std::optional<std::map<std::vector<Rank>, int64_t>> IndexedExchange::demand() co
   std::map<std::vector<Rank>, int64_t> demand;
   for (const Cells::Cell& cell : cells->all()) {
     std::vector<Rank> senders;
-    for (const size_t i : cell.senders.numbers()) senders.push_back(ranks_[i]);
+    for (const size_t i : cell.senders.indices()) senders.push_back(ranks_[i]);
     demand[std::move(senders)] += cell.elements * cell.receivers.size();
   }
   return demand;

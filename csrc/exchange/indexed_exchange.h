@@ -61,9 +61,9 @@ class IndexedExchange final : public Exchange {
   // A message, or a part of one: a range of the elements of a combination of shares, in the order in which the receiver
   // has them.
   struct Delivery {
-    int64_t from = 0;    // position of the sender on the source's mesh
-    int64_t to = 0;      // position of the receiver on the destination's mesh
-    int64_t number = 0;  // index of the combination of shares, the last axis fastest
+    int64_t from = 0;         // position of the sender on the source's mesh
+    int64_t to = 0;           // position of the receiver on the destination's mesh
+    int64_t combination = 0;  // index of the combination of shares, the last axis fastest
     Interval range;
   };
   class Choice;

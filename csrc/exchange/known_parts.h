@@ -38,10 +38,10 @@ class ByCoordinates {
   // Returns the value at these coordinates. On the first call `make()` computes it.
   template <typename Make>
   const Value& at(const Coordinates& coordinates, const Make& make) {
-    int64_t number = 0;
-    for (const auto& [d, size] : factors_) number = number * size + coordinates[d];
+    int64_t index = 0;
+    for (const auto& [d, size] : factors_) index = index * size + coordinates[d];
     if (table_.empty() && are_few() && hashed_.size() >= kFew) table_.resize(count_);
-    std::optional<Value>& value = table_.empty() ? hashed_[number] : table_[number];
+    std::optional<Value>& value = table_.empty() ? hashed_[index] : table_[index];
     if (!value) value = make();
     return *value;
   }

@@ -22,14 +22,14 @@ class Network {
  public:
   explicit Network(int nodes) : out_(nodes) {}
 
-  // Adds an edge and returns its number.
+  // Adds an edge and returns its index.
   int add_edge(int from, int to, Amount capacity) {
-    const auto number = static_cast<int>(edges_.size());
-    out_[from].push_back(number);
+    const auto edge = static_cast<int>(edges_.size());
+    out_[from].push_back(edge);
     edges_.push_back({to, capacity});
     out_[to].push_back(static_cast<int>(edges_.size()));
     edges_.push_back({from, 0});
-    return number;
+    return edge;
   }
 
   Amount max_flow(int source, int sink) {

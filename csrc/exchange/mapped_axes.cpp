@@ -19,7 +19,7 @@ namespace {
 // combinations, row-major.
 using Group = std::vector<int>;
 
-// A tensor dim of a group: the range of its indices that the map moves, and their place in the group.
+// A tensor dim of a group: the range of its indices that the map moves, and the stride of its index in the group.
 struct Dim {
   int64_t size = 1;    // of the tensor dim
   int64_t begin = 0;   // first index of the range
@@ -31,7 +31,7 @@ struct Dim {
 
 // A dim of local tensors: one tensor dim, or several flattened ones.
 struct LocalDim {
-  int number = 0;         // index in Layout::shape()
+  int index = 0;          // in Layout::shape()
   std::vector<Dim> dims;  // the tensor dims of the group, merged where possible, outermost first
 };
 
@@ -106,8 +106,8 @@ std::vector<LocalDim> local_dims_of(const Group& group, const SideOfItem& side) 
   const int flattened = side.layout.flattened();
   std::vector<LocalDim> local_dims;
   for (const auto& [tensor_dim, dim] : dims) {
-    const int number = std::max(tensor_dim - flattened + 1, 0);
-    if (local_dims.empty() || local_dims.back().number != number) local_dims.push_back({number, {}});
+    const int local_dim = std::max(tensor_dim - flattened + 1, 0);
+    if (local_dims.empty() || local_dims.back().index != local_dim) local_dims.push_back({local_dim, {}});
     std::vector<Dim>& inside = local_dims.back().dims;
     if (!inside.empty() && dim.is_whole() && inside.back().stride == dim.size * dim.stride) {
       Dim& outer = inside.back();
@@ -247,9 +247,9 @@ class Lister {
 
   // Throws UserError if there are too many runs.
   void check_runs() const {
-    check_user(std::ssize(held_.placed.kept()) <= CutRule::kMaxRuns,
+    check_user(std::ssize(held_.placed.stored()) <= CutRule::kMaxRuns,
                "placements: number of runs in a part of the flattened dims must be at most 2^20 (a repeating "
-               "block counts once), got more; first redistribute this tensor alone to a layout without flattened dims");
+               "block counts once), got more. First redistribute this tensor alone to a layout without flattened dims");
   }
 
   // Maximum number of intervals of a repeated block. Longer blocks are listed one by one.
@@ -293,7 +293,7 @@ AxisGrid::Axis axis_of(const Group& group, const SideOfItem& from) {
   const std::vector<LocalDim> dims = local_dims_of(group, from);
   AxisGrid::Axis axis;
   for (const LocalDim& dim : dims) {
-    for (const Cut& cut : layout.cuts(dim.number)) axis.mesh_dims.push_back(cut.mesh_dim);
+    for (const Cut& cut : layout.cuts(dim.index)) axis.mesh_dims.push_back(cut.mesh_dim);
   }
   std::map<int64_t, int64_t> positions;  // by shard: the first position that has it
   for (int64_t p = 0; p < mesh.size(); ++p) positions.try_emplace(mesh.coordinate(p, axis.mesh_dims), p);
@@ -301,8 +301,8 @@ AxisGrid::Axis axis_of(const Group& group, const SideOfItem& from) {
     LocalAxis local;
     std::vector<IntervalList> lists;
     for (const LocalDim& dim : dims) {
-      lists.push_back(part_at(mesh, layout.shape()[dim.number], layout.cuts(dim.number), position));
-      local.dims.push_back(dim.number);
+      lists.push_back(part_at(mesh, layout.shape()[dim.index], layout.cuts(dim.index), position));
+      local.dims.push_back(dim.index);
       local.sizes.push_back(length(lists.back()));
     }
     std::vector<LocalDim> seen = dims;

@@ -92,7 +92,7 @@ struct MeshExchange::Adjacency {
 MeshExchange::Adjacency MeshExchange::adjacency_of(const Group& group) const {
   const Mesh& mesh = before_.mesh();
   Adjacency adjacency(group.positions.size());
-  Adjacency::Numbers places;
+  Adjacency::Numbers tie_values;
   std::map<std::vector<int64_t>, int> numbers;
   const auto number_of = [&](std::vector<int64_t> values, int64_t position) {
     for (const int d : replicas_.to_vector()) values.push_back(mesh.coordinate(position, d));
@@ -105,12 +105,12 @@ MeshExchange::Adjacency MeshExchange::adjacency_of(const Group& group) const {
       held_ties.push_back(mesh.coordinate(member, tie.before.mesh_dim) / tie.before.below % tie.radix);
       needed_ties.push_back(mesh.coordinate(member, tie.after.mesh_dim) / tie.after.below % tie.radix);
     }
-    places.held.push_back(number_of(std::move(held_ties), member));
-    places.needed.push_back(number_of(std::move(needed_ties), member));
+    tie_values.held.push_back(number_of(std::move(held_ties), member));
+    tie_values.needed.push_back(number_of(std::move(needed_ties), member));
   }
-  places.num_held = places.num_needed = static_cast<int>(numbers.size());
-  for (int number = 0; number < places.num_held; ++number) places.overlap.emplace_back(number, number);
-  adjacency.keep(places);
+  tie_values.num_held = tie_values.num_needed = static_cast<int>(numbers.size());
+  for (int v = 0; v < tie_values.num_held; ++v) tie_values.overlap.emplace_back(v, v);
+  adjacency.keep(tie_values);
   for (size_t t = 0; t < (is_regular_ ? 0 : ndim_); ++t) {
     Adjacency::Numbers parts;
     std::vector<Part> held;
@@ -160,9 +160,9 @@ void MeshExchange::connect(Group& group) const {
   group.component_of.assign(k, k);
   for (size_t first = 0; first < k; ++first) {
     if (group.component_of[first] < k) continue;
-    const size_t number = group.components.size();
+    const size_t index = group.components.size();
     std::vector<size_t> component{first};
-    group.component_of[first] = number;
+    group.component_of[first] = index;
     size_t exchanging = 0;
     for (size_t at = 0; at < component.size(); ++at) {
       const size_t member = component[at];
@@ -171,7 +171,7 @@ void MeshExchange::connect(Group& group) const {
       peers.add(adjacency.senders[member]);
       peers.for_each([&](size_t peer) {
         if (group.component_of[peer] < k) return;
-        group.component_of[peer] = number;
+        group.component_of[peer] = index;
         component.push_back(peer);
       });
     }

@@ -34,7 +34,7 @@ SharedSending::SharedSending(const Layout& before, const Layout& after, MeshDimS
   replicas_ = mesh.group_size(replica);
   std::vector<Region> needed;
   for (const int64_t member : group) needed.push_back(after.region(member));
-  line_.resize(group.size());
+  queue_.resize(group.size());
   for (size_t m = 0; m < group.size(); ++m) {
     const std::vector<int64_t> senders = mesh.group(group[m], replica);
     sender_index_.push_back(std::find(senders.begin(), senders.end(), group[m]) - senders.begin());
@@ -43,30 +43,30 @@ SharedSending::SharedSending(const Layout& before, const Layout& after, MeshDimS
   for (size_t m = 0; m < group.size(); ++m) {
     if (part_[m] != m) continue;
     const Region held = before.region(group[m]);
-    line_[m].push_back({});
+    queue_[m].push_back({});
     for (size_t to = 0; to < group.size(); ++to) {
       const int64_t wanted = part_[to] == m ? 0 : shared_elements(held, needed[to]);
-      const Place& last = line_[m].back();
-      line_[m].push_back({last.elements + wanted, last.receivers + (wanted > 0)});
+      const Offset& last = queue_[m].back();
+      queue_[m].push_back({last.elements + wanted, last.receivers + (wanted > 0)});
     }
-    const Place& end = line_[m].back();
+    const Offset& end = queue_[m].back();
     quota_.elements = std::max(quota_.elements, (end.elements + replicas_ - 1) / replicas_);
     quota_.receivers = std::max(quota_.receivers, (end.receivers + replicas_ - 1) / replicas_);
   }
 }
 
 Interval SharedSending::range(size_t from, size_t to) const {
-  const std::vector<Place>& line = line_[part_[from]];
-  const int64_t place = line[to].elements;
-  const int64_t wanted = line[to + 1].elements - place;
+  const std::vector<Offset>& queue = queue_[part_[from]];
+  const int64_t begin_in_queue = queue[to].elements;
+  const int64_t wanted = queue[to + 1].elements - begin_in_queue;
   if (wanted == 0) return {0, 0};
   if (policy_ == ReplicaPolicy::kWholeMessages) {
-    return {0, line[to].receivers / quota_.receivers == sender_index_[from] ? wanted : 0};
+    return {0, queue[to].receivers / quota_.receivers == sender_index_[from] ? wanted : 0};
   }
   const int64_t begin = quota_.elements * sender_index_[from];
-  const int64_t first = std::max(begin, place);
-  const int64_t last = std::min(begin + quota_.elements, place + wanted);
-  return first < last ? Interval{first - place, last - place} : Interval{0, 0};
+  const int64_t first = std::max(begin, begin_in_queue);
+  const int64_t last = std::min(begin + quota_.elements, begin_in_queue + wanted);
+  return first < last ? Interval{first - begin_in_queue, last - begin_in_queue} : Interval{0, 0};
 }
 
 MeshExchange::MeshExchange(const Layout& before, const Layout& after, MeshDimSet group_dims, ReplicaPolicy policy,
@@ -202,7 +202,7 @@ Traffic MeshExchange::closed_form(int64_t own, bool sends) const {
   return traffic;
 }
 
-std::optional<Traffic> MeshExchange::at_most() const {
+std::optional<Traffic> MeshExchange::upper_bound() const {
   if (!is_regular_) return std::nullopt;
   const bool some_share_nothing = !common_.varying_dims().empty();
   return closed_form(some_share_nothing ? 0 : common_.at(0), true);

@@ -2,9 +2,9 @@
 //
 // If several ranks of a group hold the same part (the group has mesh dims that do not cut the layout before), a
 // receiver reads from the replica that has the receiver's coordinates on these *replica dims*. Alternatively the
-// replicas share the sending: the elements that the receivers need of a part are arranged in a line by receiver
-// position, and every replica sends one range of the line. All ranges of a group have the same length, the least that
-// covers every line: shorter ranges would split more messages without relieving the busiest rank.
+// replicas share the sending: the elements that the receivers need of a part are arranged in a queue by receiver
+// position, and every replica sends one range of the queue. All ranges of a group have the same length, the least that
+// covers every queue: shorter ranges would split more messages without relieving the busiest rank.
 //
 // Tensor dims are cut by different mesh dims, so the common elements of two ranks are a product over tensor dims. The
 // factors are cached by the coordinates on which they depend, and groups are cached too. If digits describe both
@@ -60,13 +60,13 @@ class SharedSending {
   std::vector<size_t> part_;           // by member: the first member that holds the same part
   std::vector<int64_t> sender_index_;  // by member: its index among the members that hold the same part
   int64_t replicas_ = 1;
-  // The place of a receiver in a line: the number of elements, and of receivers, before it.
-  struct Place {
+  // The begin of a receiver's section of a queue: the number of elements, and of receivers, before it.
+  struct Offset {
     int64_t elements = 0;
     int64_t receivers = 0;
   };
-  std::vector<std::vector<Place>> line_;  // by part and receiver; the last entry of a part is the end of its line
-  Place quota_;  // length of a range: in elements with kEvenBytes, in receivers with kWholeMessages
+  std::vector<std::vector<Offset>> queue_;  // by part and receiver; the last entry of a part is the end of its queue
+  Offset quota_;  // length of a range: in elements with kEvenBytes, in receivers with kWholeMessages
 };
 
 class MeshExchange final : public Exchange {
@@ -93,7 +93,7 @@ class MeshExchange final : public Exchange {
   // per combination of coordinates; with sharing O(members squared) per group.
   Traffic traffic_at(int64_t position) const;
   // Returns an upper bound on the traffic of every rank; nullopt unless the exchange is regular.
-  std::optional<Traffic> at_most() const;
+  std::optional<Traffic> upper_bound() const;
   // Return the number of elements that a rank holds before the move, and the number that it needs after it.
   int64_t num_held(int64_t position) const { return held_.num_elements(coordinates(position)); }
   int64_t num_needed(int64_t position) const { return needed_.num_elements(coordinates(position)); }

@@ -43,7 +43,7 @@ class Matched {
       int64_t rows = 0;
     };
     std::vector<std::vector<Interval>> lists(kept_.size());
-    std::vector<std::vector<Keeper>> keepers(left_.size());  // by kind
+    std::vector<std::vector<Keeper>> keepers(unassigned_.size());  // by kind
     std::vector<Keeper> room;
     for (size_t r = 0; r < kept_.size(); ++r) {
       for (const auto& [kind, rows] : kept_[r]) keepers[kind].push_back({r, rows});
@@ -89,7 +89,7 @@ class Matched {
     return found != kept_[rank].end() && found->second > 0;
   }
 
-  // Fills runs_, left_ and has_. `held` has the rows that each rank holds.
+  // Fills runs_, unassigned_ and kinds_of_. `held` has the rows that each rank holds.
   void find_runs(int64_t rows, const std::vector<IntervalList>& held) {
     std::vector<int64_t> ends{0, rows};
     for (const IntervalList& list : held) {
@@ -105,15 +105,15 @@ class Matched {
       }
     }
     std::map<std::vector<size_t>, size_t> kinds;
-    has_.resize(held.size());
+    kinds_of_.resize(held.size());
     for (size_t run = 0; run + 1 < ends.size(); ++run) {
       const auto [found, is_new] = kinds.try_emplace(ranks_of_run[run], kinds.size());
       const size_t kind = found->second;
       if (is_new) {
-        left_.push_back(0);
-        for (const size_t rank : ranks_of_run[run]) has_[rank].push_back(kind);
+        unassigned_.push_back(0);
+        for (const size_t rank : ranks_of_run[run]) kinds_of_[rank].push_back(kind);
       }
-      left_[kind] += ends[run + 1] - ends[run];
+      unassigned_[kind] += ends[run + 1] - ends[run];
       runs_.push_back({{ends[run], ends[run + 1]}, kind});
     }
   }
@@ -123,13 +123,13 @@ class Matched {
     for (int64_t room = worth_[rank] > 0 ? most_ : 0; room > 0;) {
       const std::vector<Link> path = path_from(rank);
       if (path.empty()) return;
-      int64_t rows = std::min(room, left_[path.back().kind]);
+      int64_t rows = std::min(room, unassigned_[path.back().kind]);
       for (size_t i = 1; i < path.size(); ++i) rows = std::min(rows, kept_[path[i].rank][path[i - 1].kind]);
       for (size_t i = 0; i < path.size(); ++i) {
         kept_[path[i].rank][path[i].kind] += rows;
         if (i > 0) kept_[path[i].rank][path[i - 1].kind] -= rows;
       }
-      left_[path.back().kind] -= rows;
+      unassigned_[path.back().kind] -= rows;
       room -= rows;
     }
   }
@@ -137,20 +137,20 @@ class Matched {
   // Returns the shortest path to a kind with unassigned rows, or an empty path. Each rank of the path takes rows of its
   // link's kind from the next rank, which takes rows of the next kind instead.
   std::vector<Link> path_from(size_t rank) const {
-    std::vector<std::optional<Link>> came(kept_.size());  // by rank: the previous link
+    std::vector<std::optional<Link>> previous(kept_.size());  // by rank: the previous link
     std::deque<size_t> queue{rank};
     for (; !queue.empty(); queue.pop_front()) {
       const size_t at = queue.front();
-      for (const size_t kind : has_[at]) {
-        if (left_[kind] > 0) {
+      for (const size_t kind : kinds_of_[at]) {
+        if (unassigned_[kind] > 0) {
           std::vector<Link> path{{at, kind}};
-          while (path.back().rank != rank) path.push_back(*came[path.back().rank]);
+          while (path.back().rank != rank) path.push_back(*previous[path.back().rank]);
           std::reverse(path.begin(), path.end());
           return path;
         }
         for (size_t other = 0; other < kept_.size(); ++other) {
-          if (other == rank || came[other] || !keeps(other, kind)) continue;
-          came[other] = Link{at, kind};
+          if (other == rank || previous[other] || !keeps(other, kind)) continue;
+          previous[other] = Link{at, kind};
           queue.push_back(other);
         }
       }
@@ -161,8 +161,8 @@ class Matched {
   std::vector<int64_t> worth_;                   // by rank: number of elements that it holds of each of its rows
   int64_t most_;                                 // maximum number of rows of a rank
   std::vector<Run> runs_;                        // all rows, ascending
-  std::vector<int64_t> left_;                    // by kind: rows that no rank keeps yet
-  std::vector<std::vector<size_t>> has_;         // by rank: the kinds that it holds
+  std::vector<int64_t> unassigned_;              // by kind: rows that no rank keeps yet
+  std::vector<std::vector<size_t>> kinds_of_;    // by rank: the kinds that it holds
   std::vector<std::map<size_t, int64_t>> kept_;  // by rank: kept rows of each kind
 };
 

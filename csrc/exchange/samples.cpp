@@ -138,11 +138,11 @@ std::vector<Interval> Samples::in(const IntervalList& list) const {
       }
     }
   });
-  return sorted_by_place(std::move(inside));
+  return sorted_by_begin(std::move(inside));
 }
 
 int64_t Samples::most_in(const IntervalList& list) const {
-  auto most = static_cast<int64_t>(list.kept().size());
+  auto most = static_cast<int64_t>(list.stored().size());
   for_each_block(list, [&](const IntervalList::Block& block, int64_t first, int64_t last, const Interval&) {
     // Intervals that do not repeat are listed once, divided at the ends of samples.
     most += block.count == 1 ? 1 : (last - first) * static_cast<int64_t>(block.items.size());
@@ -165,16 +165,16 @@ IntervalList Samples::repeated(const std::vector<Interval>& intervals) const {
 std::vector<SampleRange> sample_ranges(const Samples& samples, const std::vector<const IntervalList*>& lists) {
   std::map<int64_t, std::pair<std::vector<int64_t>, std::vector<int64_t>>> bounds;  // beginning and ending lists
   for (const Sample& sample : samples.all()) bounds[sample.first.begin], bounds[sample.first.end];
-  for (size_t number = 0; number < lists.size(); ++number) {
-    for (const Interval& interval : samples.in(*lists[number])) {
-      bounds[interval.begin].first.push_back(static_cast<int64_t>(number));
-      bounds[interval.end].second.push_back(static_cast<int64_t>(number));
+  for (size_t list_index = 0; list_index < lists.size(); ++list_index) {
+    for (const Interval& interval : samples.in(*lists[list_index])) {
+      bounds[interval.begin].first.push_back(static_cast<int64_t>(list_index));
+      bounds[interval.end].second.push_back(static_cast<int64_t>(list_index));
     }
   }
   std::vector<SampleRange> all;
   std::vector<int64_t> open;
   for (auto at = bounds.begin(); at != bounds.end(); ++at) {
-    for (const int64_t number : at->second.second) open.erase(std::find(open.begin(), open.end(), number));
+    for (const int64_t list_index : at->second.second) open.erase(std::find(open.begin(), open.end(), list_index));
     open.insert(open.end(), at->second.first.begin(), at->second.first.end());
     std::sort(open.begin(), open.end());
     if (!open.empty()) all.push_back({{at->first, std::next(at)->first}, open, samples.at(at->first).count});

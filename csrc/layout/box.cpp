@@ -3,19 +3,19 @@
 namespace shardwright {
 
 void Box::simplify() {
-  size_t kept = 0;
+  size_t merged_dims = 0;
   for (size_t d = 0; d < sizes.size(); ++d) {
     if (sizes[d] == 1) continue;
-    const bool merges = kept > 0 && src_strides[kept - 1] == src_strides[d] * sizes[d] &&
-                        dst_strides[kept - 1] == dst_strides[d] * sizes[d];
-    if (!merges) ++kept;
-    sizes[kept - 1] = merges ? sizes[kept - 1] * sizes[d] : sizes[d];
-    src_strides[kept - 1] = src_strides[d];
-    dst_strides[kept - 1] = dst_strides[d];
+    const bool merges = merged_dims > 0 && src_strides[merged_dims - 1] == src_strides[d] * sizes[d] &&
+                        dst_strides[merged_dims - 1] == dst_strides[d] * sizes[d];
+    if (!merges) ++merged_dims;
+    sizes[merged_dims - 1] = merges ? sizes[merged_dims - 1] * sizes[d] : sizes[d];
+    src_strides[merged_dims - 1] = src_strides[d];
+    dst_strides[merged_dims - 1] = dst_strides[d];
   }
-  sizes.resize(kept);
-  src_strides.resize(kept);
-  dst_strides.resize(kept);
+  sizes.resize(merged_dims);
+  src_strides.resize(merged_dims);
+  dst_strides.resize(merged_dims);
 }
 
 int64_t extent_of(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides) {

@@ -36,7 +36,7 @@ Interval chunk_at(int64_t n, int64_t chunk, int64_t coordinate) {
 }  // namespace
 
 // Sets `ends_` to the prefix sums of the sizes; no sizes: null.
-CutRule::CutRule(Kind kind, int64_t number, const std::vector<int64_t>& sizes) : kind_(kind), number_(number) {
+CutRule::CutRule(Kind kind, int64_t parameter, const std::vector<int64_t>& sizes) : kind_(kind), parameter_(parameter) {
   if (sizes.empty()) return;
   std::vector<int64_t> ends(sizes.size());
   std::partial_sum(sizes.begin(), sizes.end(), ends.begin());
@@ -85,7 +85,7 @@ CutRule CutRule::pieces(const std::vector<std::vector<Interval>>& lists) {
       append(list, interval);
     }
     const auto is_later = [](const Interval& a, const Interval& b) { return a.end > b.begin; };
-    const std::vector<Interval> sorted = sorted_by_place(list);
+    const std::vector<Interval> sorted = sorted_by_begin(list);
     const auto twice = std::adjacent_find(sorted.begin(), sorted.end(), is_later);
     check_user(twice == sorted.end(), "placements: lists of Pieces must contain an element at most once, got element ",
                twice == sorted.end() ? 0 : (twice + 1)->begin, " twice for coordinate ", c);
@@ -94,7 +94,7 @@ CutRule CutRule::pieces(const std::vector<std::vector<Interval>>& lists) {
   }
   check_argument(static_cast<int64_t>(all.size()) <= kMaxRuns, "placements: number of intervals of Pieces",
                  "at most 2^20", all.size());
-  for (const Interval& interval : sorted_by_place(all)) {
+  for (const Interval& interval : sorted_by_begin(all)) {
     check_user(interval.begin <= pieces->n, "placements: lists of Pieces must contain all elements, got none for [",
                pieces->n, ", ", interval.begin, ")");
     pieces->is_partition = pieces->is_partition && interval.begin == pieces->n;
@@ -123,8 +123,8 @@ std::string CutRule::why_not_over(int64_t k) const {
   if (pieces_ && static_cast<int64_t>(pieces_->lists.size()) != k) {
     return concat("number of lists must be ", k, ", one per coordinate, got ", pieces_->lists.size());
   }
-  if (kind_ == Kind::kOwned && number_ >= k) {
-    return concat("coordinate must be ", InRange{0, k - 1}, ", got ", number_);
+  if (kind_ == Kind::kOwned && parameter_ >= k) {
+    return concat("coordinate must be ", InRange{0, k - 1}, ", got ", parameter_);
   }
   return "";
 }
@@ -146,7 +146,7 @@ std::string CutRule::why_not(int64_t n, int64_t k) const {
 }
 
 int64_t CutRule::chunk_of_blocks(int64_t n, int64_t k) const {
-  const int64_t block = kind_ == Kind::kBlocks || kind_ == Kind::kPacked ? number_ : 1;
+  const int64_t block = kind_ == Kind::kBlocks || kind_ == Kind::kPacked ? parameter_ : 1;
   return ceil_divide(ceil_divide(n, block), k) * block;
 }
 
@@ -159,7 +159,7 @@ IntervalList CutRule::positions(int64_t n, int64_t k, int64_t coordinate, int64_
   switch (kind_) {
     case Kind::kStrided: {
       if (n == 0) return list;
-      const int64_t piece = ceil_divide(n, number_);
+      const int64_t piece = ceil_divide(n, parameter_);
       const int64_t full_pieces = n / piece;
       append_repeated(list, chunk_of(0, piece, ceil_divide(piece, k)), piece, full_pieces);
       append(list, chunk_of(full_pieces * piece, n % piece, ceil_divide(n % piece, k)));
@@ -172,15 +172,15 @@ IntervalList CutRule::positions(int64_t n, int64_t k, int64_t coordinate, int64_
       append(list, chunk_of(0, n, chunk_of_blocks(n, k)));
       return list;
     case Kind::kCyclic: {
-      const int64_t period = k * number_;
-      const Interval block{coordinate * number_, (coordinate + 1) * number_};
+      const int64_t period = k * parameter_;
+      const Interval block{coordinate * parameter_, (coordinate + 1) * parameter_};
       const int64_t full_blocks = block.end <= n ? (n - block.end) / period + 1 : 0;
       append_repeated(list, block.shifted(first), period, full_blocks);
       append(list, Interval{block.begin + full_blocks * period, n}.shifted(first));
       return list;
     }
     case Kind::kOwned:
-      if (coordinate == number_) append(list, Interval{0, n}.shifted(first));
+      if (coordinate == parameter_) append(list, Interval{0, n}.shifted(first));
       return list;
     case Kind::kPacked:
       for (size_t i = 0; i < ends_->size(); ++i) {
@@ -196,7 +196,7 @@ IntervalList CutRule::positions(int64_t n, int64_t k, int64_t coordinate, int64_
 
 IntervalList CutRule::part(const IntervalList& list, int64_t k, int64_t coordinate) const {
   if (list.empty()) return {};
-  if (!list.has_repeats() && list.kept().size() == 1) {
+  if (!list.has_repeats() && list.stored().size() == 1) {
     const auto [begin, end] = list.front();
     if (!is_chunks()) return positions(end - begin, k, coordinate, begin);
     // Fast path: most rules are chunks, and planning computes very many parts.
@@ -221,22 +221,22 @@ int64_t CutRule::length(int64_t n, int64_t k, int64_t coordinate) const {
       const Interval range = chunk_at(piece, ceil_divide(piece, k), coordinate);
       return range.end - range.begin;
     };
-    const int64_t piece = ceil_divide(n, number_);
+    const int64_t piece = ceil_divide(n, parameter_);
     return n / piece * of_piece(piece) + of_piece(n % piece);
   }
   if (kind_ == Kind::kCyclic) {
-    const int64_t period = k * number_;
-    return n / period * number_ + std::clamp<int64_t>(n % period - coordinate * number_, 0, number_);
+    const int64_t period = k * parameter_;
+    return n / period * parameter_ + std::clamp<int64_t>(n % period - coordinate * parameter_, 0, parameter_);
   }
   if (kind_ == Kind::kRagged) return component(static_cast<size_t>(coordinate)).extent();
   if (kind_ == Kind::kBlocks) return chunk_at(n, chunk_of_blocks(n, k), coordinate).extent();
-  if (kind_ == Kind::kOwned) return coordinate == number_ ? n : 0;
+  if (kind_ == Kind::kOwned) return coordinate == parameter_ ? n : 0;
   return shardwright::length(positions(n, k, coordinate, 0));
 }
 
 int64_t CutRule::runs(int64_t n, int64_t k) const {
-  if (kind_ == Kind::kStrided) return number_;
-  if (kind_ == Kind::kCyclic) return std::max<int64_t>(ceil_divide(ceil_divide(n, number_), k), 1);
+  if (kind_ == Kind::kStrided) return parameter_;
+  if (kind_ == Kind::kCyclic) return std::max<int64_t>(ceil_divide(ceil_divide(n, parameter_), k), 1);
   if (pieces_) {
     size_t most = 1;
     for (const IntervalList& list : pieces_->lists) most = std::max(most, list.size());
@@ -260,26 +260,26 @@ bool CutRule::cuts_evenly_otherwise(int64_t n, int64_t k) const {
     case Kind::kBlocks:
       return chunk_of_blocks(n, k) * k == n;
     case Kind::kCyclic:
-      return n % (k * number_) == 0;
+      return n % (k * parameter_) == 0;
     case Kind::kOwned:
       return false;
     case Kind::kPacked: {
       const std::vector<int64_t> all = sizes();
-      return std::all_of(all.begin(), all.end(), [&](int64_t size) { return size % (k * number_) == 0; });
+      return std::all_of(all.begin(), all.end(), [&](int64_t size) { return size % (k * parameter_) == 0; });
     }
   }
   throw InvariantError("the kind of a cut rule is unknown");
 }
 
 int64_t CutRule::largest(int64_t, int64_t) const {
-  if (kind_ == Kind::kOwned) return number_;
+  if (kind_ == Kind::kOwned) return parameter_;
   if (kind_ != Kind::kRagged && !pieces_) return 0;
   const std::vector<int64_t> all = sizes();
   return std::max_element(all.begin(), all.end()) - all.begin();
 }
 
 int64_t CutRule::smallest(int64_t, int64_t k) const {
-  if (kind_ == Kind::kOwned) return number_ == k - 1 ? 0 : k - 1;
+  if (kind_ == Kind::kOwned) return parameter_ == k - 1 ? 0 : k - 1;
   if (kind_ != Kind::kRagged && !pieces_) return k - 1;
   const std::vector<int64_t> all = sizes();
   return std::min_element(all.begin(), all.end()) - all.begin();
@@ -287,7 +287,7 @@ int64_t CutRule::smallest(int64_t, int64_t k) const {
 
 Interval CutRule::coordinates_of(Interval range, int64_t n, int64_t k) const {
   if (!makes_runs()) return {0, k};
-  if (kind_ == Kind::kOwned) return {number_, number_ + 1};
+  if (kind_ == Kind::kOwned) return {parameter_, parameter_ + 1};
   if (kind_ == Kind::kRagged) {
     const auto first = std::upper_bound(ends_->begin(), ends_->end(), range.begin);
     const auto last = std::lower_bound(ends_->begin(), ends_->end(), range.end);
@@ -319,9 +319,9 @@ std::vector<int64_t> CutRule::starts_of_like_parts(int64_t n, int64_t k) const {
 
 std::optional<int64_t> CutRule::equal_split_factor(int64_t n, int64_t k) const {
   if (!is_partition() || !cuts_evenly(n, k)) return std::nullopt;
-  if (kind_ == Kind::kStrided) return number_;
+  if (kind_ == Kind::kStrided) return parameter_;
   if (n == 0 || k == 1) return 1;
-  if (kind_ == Kind::kCyclic) return n / (k * number_);
+  if (kind_ == Kind::kCyclic) return n / (k * parameter_);
   if (pieces_) return std::nullopt;
   if (kind_ != Kind::kPacked) return 1;
   const std::vector<int64_t> all = sizes();
@@ -331,14 +331,14 @@ std::optional<int64_t> CutRule::equal_split_factor(int64_t n, int64_t k) const {
 
 std::optional<CutRule> CutRule::with_gathered(const CutRule& earlier, int64_t k) const {
   if (!is_strided_or_chunks() || !earlier.is_strided_or_chunks()) return std::nullopt;
-  if (number_ % earlier.number_ != 0) return std::nullopt;
-  return CutRule(number_ * k);
+  if (parameter_ % earlier.parameter_ != 0) return std::nullopt;
+  return CutRule(parameter_ * k);
 }
 
 std::optional<CutRule> CutRule::moved_after(const CutRule& later, int64_t k) const {
   if (!is_strided_or_chunks() || !later.is_strided_or_chunks()) return std::nullopt;
-  if (number_ % (later.number_ * k) != 0) return std::nullopt;
-  return CutRule(number_ / k);
+  if (parameter_ % (later.parameter_ * k) != 0) return std::nullopt;
+  return CutRule(parameter_ / k);
 }
 
 // A strided cut is encoded as its split factor, which is positive. Other encodings begin with the negated kind, then:
@@ -354,11 +354,11 @@ void CutRule::append_encoding(std::vector<int64_t>& encoding) const {
     }
     return;
   }
-  if (!ends_) return encoding.push_back(number_);
+  if (!ends_) return encoding.push_back(parameter_);
   const std::vector<int64_t> all = sizes();
   encoding.push_back(static_cast<int64_t>(all.size()));
   encoding.insert(encoding.end(), all.begin(), all.end());
-  if (kind_ == Kind::kPacked && number_ > 1) encoding.push_back(number_);
+  if (kind_ == Kind::kPacked && parameter_ > 1) encoding.push_back(parameter_);
 }
 
 // Returns the lists of an encoded rule of pieces, or nullopt if the encoding is malformed.
@@ -400,16 +400,16 @@ CutRule CutRule::from_encoding(const std::vector<int64_t>& encoding) {
 }
 
 size_t CutRule::hash() const {
-  if (kind_ == Kind::kStrided) return static_cast<size_t>(number_);
+  if (kind_ == Kind::kStrided) return static_cast<size_t>(parameter_);
   std::vector<int64_t> encoding;
   append_encoding(encoding);
   uint64_t hash = 0;
-  for (const int64_t number : encoding) hash = (hash ^ static_cast<uint64_t>(number)) * 0x9E3779B97F4A7C15u;
+  for (const int64_t value : encoding) hash = (hash ^ static_cast<uint64_t>(value)) * 0x9E3779B97F4A7C15u;
   return hash ^ (hash >> 32);
 }
 
 bool CutRule::operator==(const CutRule& other) const {
-  return kind_ == other.kind_ && number_ == other.number_ &&
+  return kind_ == other.kind_ && parameter_ == other.parameter_ &&
          (ends_ == other.ends_ || (ends_ && other.ends_ && *ends_ == *other.ends_)) &&
          (pieces_ == other.pieces_ || (pieces_ && other.pieces_ && *pieces_ == *other.pieces_));
 }
@@ -417,17 +417,17 @@ bool CutRule::operator==(const CutRule& other) const {
 std::string CutRule::text(int64_t tensor_dim) const {
   switch (kind_) {
     case Kind::kStrided:
-      return number_ == 1 ? concat("S(", tensor_dim, ")") : concat("SS(", tensor_dim, ",", number_, ")");
+      return parameter_ == 1 ? concat("S(", tensor_dim, ")") : concat("SS(", tensor_dim, ",", parameter_, ")");
     case Kind::kRagged:
       return concat("Ragged(", tensor_dim, ",", join(sizes(), ":"), ")");
     case Kind::kBlocks:
-      return concat("Blocks(", tensor_dim, ",", number_, ")");
+      return concat("Blocks(", tensor_dim, ",", parameter_, ")");
     case Kind::kCyclic:
-      return concat("Cyclic(", tensor_dim, ",", number_, ")");
+      return concat("Cyclic(", tensor_dim, ",", parameter_, ")");
     case Kind::kOwned:
-      return concat("Owned(", tensor_dim, ",", number_, ")");
+      return concat("Owned(", tensor_dim, ",", parameter_, ")");
     case Kind::kPacked:
-      return concat("Packed(", tensor_dim, ",", join(sizes(), ":"), number_ > 1 ? concat(",", number_) : "", ")");
+      return concat("Packed(", tensor_dim, ",", join(sizes(), ":"), parameter_ > 1 ? concat(",", parameter_) : "", ")");
     case Kind::kPieces: {
       std::vector<std::string> texts;
       for (const IntervalList& list : pieces_->lists) {

@@ -34,7 +34,7 @@ class CutRule {
   // chunk of every piece.
   //     8 elements, k = 2, f = 2: [0,2)[4,6)  [2,4)[6,8)
   // The constructor is implicit, so that Cut{mesh_dim, 2} has a strided rule.
-  CutRule(int64_t split_factor = 1) : number_(split_factor) {}
+  CutRule(int64_t split_factor = 1) : parameter_(split_factor) {}
 
   // The functions below make the other rules. They throw UserError if a number is out of range.
   //
@@ -57,11 +57,11 @@ class CutRule {
   static constexpr int64_t kMaxRuns = int64_t{1} << 20;   // runs of a part; longer lists take too much memory
 
   bool is_strided_or_chunks() const { return kind_ == Kind::kStrided; }
-  bool is_chunks() const { return is_strided_or_chunks() && number_ == 1; }
+  bool is_chunks() const { return is_strided_or_chunks() && parameter_ == 1; }
   // True if each position goes to exactly one coordinate, and parts ascend.
   bool is_partition() const { return kind_ != Kind::kPieces || pieces_->is_partition; }
   // Returns the split factor of a strided cut, 1 for chunks. Other rules have no split factor.
-  int64_t split_factor() const { return number_; }
+  int64_t split_factor() const { return parameter_; }
 
   // Returns the reason if the rule cannot cut a list of n elements over k coordinates, else an empty string. A reason
   // has the form "coordinate must be in [0, 1], got 2", with a number of the rule as its subject. The functions below
@@ -85,7 +85,7 @@ class CutRule {
   // True only if all parts have the same length. The pieces of a strided rule and the components of a packed rule must
   // be cut evenly too.
   bool cuts_evenly(int64_t n, int64_t k) const {
-    return is_strided_or_chunks() ? n % (number_ * k) == 0 : cuts_evenly_otherwise(n, k);
+    return is_strided_or_chunks() ? n % (parameter_ * k) == 0 : cuts_evenly_otherwise(n, k);
   }
   // Return a coordinate with a largest part, and a coordinate with a smallest part.
   int64_t largest(int64_t n, int64_t k) const;
@@ -138,7 +138,7 @@ class CutRule {
     bool operator==(const Pieces&) const = default;
   };
 
-  CutRule(Kind kind, int64_t number, const std::vector<int64_t>& sizes = {});
+  CutRule(Kind kind, int64_t parameter, const std::vector<int64_t>& sizes = {});
 
   IntervalList positions(int64_t n, int64_t k, int64_t coordinate, int64_t first) const;
   bool cuts_evenly_otherwise(int64_t n, int64_t k) const;  // cuts_evenly() of rules that are not strided
@@ -151,7 +151,7 @@ class CutRule {
   std::vector<int64_t> sizes() const;
 
   Kind kind_ = Kind::kStrided;
-  int64_t number_ = 1;                                // split factor, block size, owner or unit
+  int64_t parameter_ = 1;                             // split factor, block size, owner or unit
   std::shared_ptr<const std::vector<int64_t>> ends_;  // prefix sums of sizes: only ragged and packed
   std::shared_ptr<const Pieces> pieces_;              // only pieces
 };

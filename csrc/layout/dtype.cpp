@@ -84,8 +84,8 @@ constexpr std::array<std::array<const char*, 2>, 28> kAliases{{
 DType DType::parse(const std::string& name) {
   const std::string prefix = "torch.";
   std::string bare = name.rfind(prefix, 0) == 0 ? name.substr(prefix.size()) : name;
-  for (const auto& [alias, usual] : kAliases) {
-    if (bare == alias) bare = usual;
+  for (const auto& [alias, name] : kAliases) {
+    if (bare == alias) bare = name;
   }
   for (const Entry& entry : kTable) {
     if (bare == entry.name) return entry.id;

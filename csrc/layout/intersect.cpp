@@ -78,7 +78,7 @@ void visit_in_order_of_b(std::vector<Piece> pieces, const Visit& visit) {
 // Calls visit(piece) for the shared runs in the order of b. If both lists ascend, neither may have repetitions.
 template <typename Visit>
 void for_each_shared_run(const IntervalList& a, const IntervalList& b, const Visit& visit) {
-  if (is_ascending(a) && is_ascending(b)) return for_each_shared_run_ascending(a.kept(), b.kept(), visit);
+  if (is_ascending(a) && is_ascending(b)) return for_each_shared_run_ascending(a.stored(), b.stored(), visit);
   std::vector<Piece> pieces;
   for_each_shared_key_run(ascending_runs(a), ascending_runs(b), [&](const Piece& piece) { pieces.push_back(piece); });
   visit_in_order_of_b(std::move(pieces), visit);
@@ -156,7 +156,7 @@ SharedRuns runs_within(const Interval& range, const IntervalList& list) {
 IntervalList at_positions(const IntervalList& list, const IntervalList& positions) {
   if (!repeat(list, positions)) {
     IntervalList out;
-    append_at_positions(out, list.kept(), positions.kept());
+    append_at_positions(out, list.stored(), positions.stored());
     return out;
   }
   return at_a(meet(indices_by_position(list), positions_by_index(positions)));
@@ -165,7 +165,7 @@ IntervalList at_positions(const IntervalList& list, const IntervalList& position
 IntervalList shared_indices(const IntervalList& a, const IntervalList& b) {
   if (repeat(a, b)) return at_positions(a, at_a(intersect(a, b)));
   IntervalList both;
-  const std::span<const Interval> in_a = a.kept(), in_b = b.kept();
+  const std::span<const Interval> in_a = a.stored(), in_b = b.stored();
   const auto ends_before = [](const Interval& interval, int64_t index) { return interval.end <= index; };
   // Skips the intervals of b that end before a begins.
   auto i = in_a.begin();

@@ -14,7 +14,7 @@ class Product {
         size_(size),
         most_(most),
         is_whole_(columns.size() == 1 && columns.front() == Interval{0, size}),
-        kept_(static_cast<int64_t>(columns.kept().size())),
+        kept_(static_cast<int64_t>(columns.stored().size())),
         listed_(static_cast<int64_t>(columns.size())),
         ascends_(is_ascending(columns)) {}
 
@@ -42,7 +42,7 @@ class Product {
         if (!append_rows(once, interval)) return false;
       }
       const auto listed = static_cast<int64_t>(once.size());
-      const bool is_shorter_once = count > 1 && listed / count <= static_cast<int64_t>(once.kept().size());
+      const bool is_shorter_once = count > 1 && listed / count <= static_cast<int64_t>(once.stored().size());
       if (is_shorter_once && listed <= most_ && is_ascending(once)) {
         out.append_repeated(std::vector<Interval>(once.begin(), once.end()), shift * size_, count);
       } else if (!append_again(out, once, count, shift * size_, 0)) {
@@ -53,7 +53,7 @@ class Product {
   }
 
  private:
-  bool fits(const IntervalList& list) const { return static_cast<int64_t>(list.kept().size()) <= most_; }
+  bool fits(const IntervalList& list) const { return static_cast<int64_t>(list.stored().size()) <= most_; }
 
   // Appends the list `times` times, first shifted by `first` and each time by `period` more.
   bool append_again(IntervalList& out, const IntervalList& list, int64_t times, int64_t period, int64_t first) const {

@@ -9,7 +9,7 @@ namespace {
 // Returns all intervals of a list, in order.
 std::vector<Interval> listed(const IntervalList& list) {
   if (list.has_repeats()) return {list.begin(), list.end()};
-  return {list.kept().begin(), list.kept().end()};
+  return {list.stored().begin(), list.stored().end()};
 }
 
 // True if no interval begins before the end of the interval before it.
@@ -69,7 +69,7 @@ IntervalList moved_to_zero(const IntervalList& list) {
 }
 
 bool is_ascending(const IntervalList& list) {
-  if (!list.has_repeats()) return ascend(list.kept());
+  if (!list.has_repeats()) return ascend(list.stored());
   int64_t end = INT64_MIN;
   bool ascends = true;
   list.for_each_block([&](const IntervalList::Block& block) {
@@ -90,12 +90,12 @@ Interval span_of(const IntervalList& list) {
   return span;
 }
 
-std::vector<Interval> sorted_by_place(std::vector<Interval> intervals) {
+std::vector<Interval> sorted_by_begin(std::vector<Interval> intervals) {
   std::sort(intervals.begin(), intervals.end(), [](const Interval& a, const Interval& b) { return a.begin < b.begin; });
   return intervals;
 }
 
-std::vector<Interval> sorted_by_place(const IntervalList& list) { return sorted_by_place(listed(list)); }
+std::vector<Interval> sorted_by_begin(const IntervalList& list) { return sorted_by_begin(listed(list)); }
 
 int64_t length(const PieceList& pieces) { return pieces.extent(); }
 

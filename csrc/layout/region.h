@@ -65,8 +65,8 @@ bool is_ascending(const IntervalList& list);
 // Returns the smallest interval that contains all indices of the list, or [0, 0) if the list is empty.
 Interval span_of(const IntervalList& list);
 // Returns the intervals sorted by `begin`.
-std::vector<Interval> sorted_by_place(std::vector<Interval> intervals);
-std::vector<Interval> sorted_by_place(const IntervalList& list);
+std::vector<Interval> sorted_by_begin(std::vector<Interval> intervals);
+std::vector<Interval> sorted_by_begin(const IntervalList& list);
 
 // Returns the list with `by` added to every index.
 IntervalList shifted(const IntervalList& list, int64_t by);

@@ -60,11 +60,11 @@ class RepeatingList {
   void append(const Block& block) { append_repeated(block.items, block.shift, block.count); }
   void clear() { *this = {}; }
 
-  bool empty() const { return kept_.empty(); }
+  bool empty() const { return stored_.empty(); }
   bool has_repeats() const { return !repeats_.empty(); }
   // Returns the number of items.
   size_t size() const;
-  Item front() const { return kept_.front(); }
+  Item front() const { return stored_.front(); }
   Item back() const;
   // Time: O(blocks with repetitions).
   Item operator[](size_t i) const;
@@ -75,7 +75,7 @@ class RepeatingList {
   RepeatingList part(int64_t begin, int64_t end) const;
 
   // Returns the stored items. These are all items if has_repeats() is false.
-  std::span<const Item> kept() const { return kept_; }
+  std::span<const Item> stored() const { return stored_; }
   // Returns the list as blocks, in order. Items between two blocks with repetitions are one block. Blocks point into
   // the list, so the overload for temporary lists is deleted.
   std::vector<Block> blocks() const&;
@@ -86,16 +86,16 @@ class RepeatingList {
 
   class Iterator;
   Iterator begin() const { return Iterator(*this, 0); }
-  Iterator end() const { return Iterator(*this, kept_.size()); }
+  Iterator end() const { return Iterator(*this, stored_.size()); }
   using value_type = Item;
   using const_iterator = Iterator;
   using iterator = Iterator;
 
   // True if the lists are equal and store the same repetitions. Equal lists may store different repetitions.
-  bool is_identical(const RepeatingList& other) const { return kept_ == other.kept_ && repeats_ == other.repeats_; }
+  bool is_identical(const RepeatingList& other) const { return stored_ == other.stored_ && repeats_ == other.repeats_; }
 
  private:
-  // kept_[first, last) repeats `count` times.
+  // stored_[first, last) repeats `count` times.
   struct Repeat {
     size_t first = 0;
     size_t last = 0;
@@ -106,12 +106,12 @@ class RepeatingList {
 
   // Returns the sequence with items merged that continue the item before them.
   static std::vector<Item> joined(std::span<const Item> sequence);
-  bool ends_with_repeat() const { return !repeats_.empty() && repeats_.back().last == kept_.size(); }
-  // If the list ends with repetitions, lists the last of them, so that kept_.back() is the last item.
+  bool ends_with_repeat() const { return !repeats_.empty() && repeats_.back().last == stored_.size(); }
+  // If the list ends with repetitions, lists the last of them, so that stored_.back() is the last item.
   void unroll_last();
 
-  SmallVector<Item> kept_;       // the stored items: the first repetition of each Repeat, and all other items
-  std::vector<Repeat> repeats_;  // by position in kept_, ascending
+  SmallVector<Item> stored_;     // the stored items: the first repetition of each Repeat, and all other items
+  std::vector<Repeat> repeats_;  // by position in stored_, ascending
 };
 
 template <typename Item>
@@ -127,7 +127,7 @@ class RepeatingList<Item>::Iterator {
   Iterator(const RepeatingList& list, size_t at) : list_(&list), at_(at) {}
 
   Item operator*() const {
-    const Item& item = list_->kept_[at_];
+    const Item& item = list_->stored_[at_];
     return times_ == 0 ? item : item.shifted(list_->repeats_[repeat_].shift * times_);
   }
   Iterator& operator++() {
@@ -152,7 +152,7 @@ class RepeatingList<Item>::Iterator {
 
  private:
   const RepeatingList* list_ = nullptr;
-  size_t at_ = 0;      // index into kept_
+  size_t at_ = 0;      // index into stored_
   size_t repeat_ = 0;  // index of the Repeat that contains at_, or else of the next Repeat
   int64_t times_ = 0;  // index of the repetition
 };
@@ -179,16 +179,16 @@ void RepeatingList<Item>::unroll_last() {
   const size_t end = last.last;
   const Shift shift = last.shift * (last.count - 1);
   if (--last.count == 1) repeats_.pop_back();
-  for (size_t i = first; i < end; ++i) kept_.push_back(kept_[i].shifted(shift));
+  for (size_t i = first; i < end; ++i) stored_.push_back(stored_[i].shifted(shift));
 }
 
 template <typename Item>
 void RepeatingList<Item>::append(const Item& item) {
   if (!empty() && back().is_followed_by(item)) {
     unroll_last();
-    kept_.back().lengthen(item.extent());
+    stored_.back().lengthen(item.extent());
   } else {
-    kept_.push_back(item);
+    stored_.push_back(item);
   }
 }
 
@@ -222,21 +222,21 @@ void RepeatingList<Item>::append_repeated(std::span<const Item> sequence, const 
     return;
   }
   if (!empty() && back().is_followed_by(items.front())) append_all(done++);
-  const size_t first = kept_.size();
-  for (const Item& item : items) kept_.push_back(item.shifted(shift * done));
-  repeats_.push_back({first, kept_.size(), count - done, shift});
+  const size_t first = stored_.size();
+  for (const Item& item : items) stored_.push_back(item.shifted(shift * done));
+  repeats_.push_back({first, stored_.size(), count - done, shift});
 }
 
 template <typename Item>
 size_t RepeatingList<Item>::size() const {
-  size_t total = kept_.size();
+  size_t total = stored_.size();
   for (const Repeat& repeat : repeats_) total += (repeat.last - repeat.first) * static_cast<size_t>(repeat.count - 1);
   return total;
 }
 
 template <typename Item>
 Item RepeatingList<Item>::back() const {
-  const Item& last = kept_.back();
+  const Item& last = stored_.back();
   return ends_with_repeat() ? last.shifted(repeats_.back().shift * (repeats_.back().count - 1)) : last;
 }
 
@@ -248,20 +248,20 @@ Item RepeatingList<Item>::operator[](size_t i) const {
     const size_t items = repeat.last - repeat.first;
     if (i < first) break;
     if (i - first < items * static_cast<size_t>(repeat.count)) {
-      return kept_[repeat.first + (i - first) % items].shifted(repeat.shift *
-                                                               static_cast<int64_t>((i - first) / items));
+      return stored_[repeat.first + (i - first) % items].shifted(repeat.shift *
+                                                                 static_cast<int64_t>((i - first) / items));
     }
     added += items * static_cast<size_t>(repeat.count - 1);
   }
-  return kept_[i - added];
+  return stored_[i - added];
 }
 
 template <typename Item>
 int64_t RepeatingList<Item>::extent() const {
   int64_t total = 0;
-  for (const Item& item : kept_) total += item.extent();
+  for (const Item& item : stored_) total += item.extent();
   for (const Repeat& repeat : repeats_) {
-    for (size_t i = repeat.first; i < repeat.last; ++i) total += (repeat.count - 1) * kept_[i].extent();
+    for (size_t i = repeat.first; i < repeat.last; ++i) total += (repeat.count - 1) * stored_[i].extent();
   }
   return total;
 }
@@ -307,16 +307,16 @@ RepeatingList<Item> RepeatingList<Item>::part(int64_t begin, int64_t end) const 
 template <typename Item>
 template <typename Visit>
 void RepeatingList<Item>::for_each_block(const Visit& visit) const {
-  const auto visit_kept = [&](size_t first, size_t last, int64_t count, const Shift& shift) {
-    if (first < last) visit(Block{std::span<const Item>(kept_).subspan(first, last - first), count, shift});
+  const auto visit_stored = [&](size_t first, size_t last, int64_t count, const Shift& shift) {
+    if (first < last) visit(Block{std::span<const Item>(stored_).subspan(first, last - first), count, shift});
   };
   size_t next = 0;
   for (const Repeat& repeat : repeats_) {
-    visit_kept(next, repeat.first, 1, {});
-    visit_kept(repeat.first, repeat.last, repeat.count, repeat.shift);
+    visit_stored(next, repeat.first, 1, {});
+    visit_stored(repeat.first, repeat.last, repeat.count, repeat.shift);
     next = repeat.last;
   }
-  visit_kept(next, kept_.size(), 1, {});
+  visit_stored(next, stored_.size(), 1, {});
 }
 
 template <typename Item>

@@ -341,11 +341,11 @@ void Selection::append(Selection other) {
   count_ += other.count_;
 }
 
-// In a packed place, each block begins where the block before it ends.
-std::vector<Box> Selection::boxes(const Place& from, const Place& to) const {
+// On a packed side, each block begins where the block before it ends.
+std::vector<Box> Selection::boxes(const CopySide& from, const CopySide& to) const {
   std::vector<Box> all;
-  Place source = from;
-  Place destination = to;
+  CopySide source = from;
+  CopySide destination = to;
   for (const Block& block : blocks_) {
     add_boxes(block, source, destination, all);
     if (from.is_packed_) source.offset_ += block.count;
@@ -354,11 +354,11 @@ std::vector<Box> Selection::boxes(const Place& from, const Place& to) const {
   return all;
 }
 
-// A packed place is row-major over the block's shape, so the positions of its side are replaced (with_packed).
-void Selection::add_boxes(const Block& block, const Place& from, const Place& to, std::vector<Box>& boxes) {
-  const auto memory_of = [&](const Place& place, const std::vector<int64_t>& local_shape) {
-    if (place.axes_ != nullptr) return strided_memory(*place.axes_, *place.strides_);
-    return row_major_memory(place.is_packed_ ? block.shape : local_shape);
+// A packed side is row-major over the block's shape, so the positions of its side are replaced (with_packed).
+void Selection::add_boxes(const Block& block, const CopySide& from, const CopySide& to, std::vector<Box>& boxes) {
+  const auto memory_of = [&](const CopySide& side, const std::vector<int64_t>& local_shape) {
+    if (side.axes_ != nullptr) return strided_memory(*side.axes_, *side.strides_);
+    return row_major_memory(side.is_packed_ ? block.shape : local_shape);
   };
   const Memory src = memory_of(from, block.sender_shape);
   const Memory dst = memory_of(to, block.receiver_shape);
@@ -375,13 +375,13 @@ void Selection::add_boxes(const Block& block, const Place& from, const Place& to
 
 int64_t Selection::sender_run(const Block& block) {
   std::vector<Box> boxes;
-  if (are_single_pieces(block.pieces)) add_boxes(block, Place::local(), Place::packed(), boxes);
+  if (are_single_pieces(block.pieces)) add_boxes(block, CopySide::local(), CopySide::packed(), boxes);
   return run_of(boxes, true);
 }
 
 int64_t Selection::receiver_run(const Block& block) {
   std::vector<Box> boxes;
-  if (are_single_pieces(block.pieces)) add_boxes(block, Place::packed(), Place::local(), boxes);
+  if (are_single_pieces(block.pieces)) add_boxes(block, CopySide::packed(), CopySide::local(), boxes);
   return run_of(boxes, false);
 }
 
@@ -411,7 +411,7 @@ std::vector<Region> Selection::indices(const Region& sender) const {
         positions.append_repeated(intervals, shift.a, count);
       }
       if (!is_ascending(positions)) {
-        const std::vector<Interval> sorted = sorted_by_place(positions);
+        const std::vector<Interval> sorted = sorted_by_begin(positions);
         positions = {};
         for (const Interval& interval : sorted) positions.append(interval);
       }

@@ -6,8 +6,8 @@
 //
 //   const Selection rows(sender, receiver);
 //   rows.count()                                     3: rows 1, 3 and 5
-//   rows.boxes(Place::local(), Place::packed())      one box: 3 elements, from 1, 3, 5 of the sender to 0, 1, 2
-//   rows.boxes(Place::packed(), Place::local())      one box: 3 elements, from 0, 1, 2 to 0, 1, 2 of the receiver
+//   rows.boxes(CopySide::local(), CopySide::packed())      one box: 3 elements, from 1, 3, 5 of the sender to 0, 1, 2
+//   rows.boxes(CopySide::packed(), CopySide::local())      one box: 3 elements, from 0, 1, 2 to 0, 1, 2 of the receiver
 //   rows.contiguous_in_sender()                      -1: there are gaps
 //   rows.contiguous_in_receiver()                    0: one run from offset 0 on
 //   rows.slice(1, 3)                                 rows 3 and 5
@@ -30,20 +30,20 @@ struct LocalAxis {
 };
 
 // One side of a copy of a selection: the memory that it reads or writes.
-class Place {
+class CopySide {
  public:
   // A packed message.
-  static Place packed(int64_t offset = 0) { return {nullptr, nullptr, offset, true}; }
+  static CopySide packed(int64_t offset = 0) { return {nullptr, nullptr, offset, true}; }
   // The local tensor, row-major: the sender's for a source, the receiver's for a destination.
-  static Place local(int64_t offset = 0) { return {nullptr, nullptr, offset, false}; }
-  // The local tensor with any strides. `axes` and `strides` must outlive the place.
-  static Place strided(const std::vector<LocalAxis>& axes, const std::vector<int64_t>& strides) {
+  static CopySide local(int64_t offset = 0) { return {nullptr, nullptr, offset, false}; }
+  // The local tensor with any strides. `axes` and `strides` must outlive the side.
+  static CopySide strided(const std::vector<LocalAxis>& axes, const std::vector<int64_t>& strides) {
     return {&axes, &strides, 0, false};
   }
 
  private:
   friend class Selection;
-  Place(const std::vector<LocalAxis>* axes, const std::vector<int64_t>* strides, int64_t offset, bool is_packed)
+  CopySide(const std::vector<LocalAxis>* axes, const std::vector<int64_t>* strides, int64_t offset, bool is_packed)
       : axes_(axes), strides_(strides), offset_(offset), is_packed_(is_packed) {}
 
   const std::vector<LocalAxis>* axes_;   // null: row-major
@@ -68,7 +68,7 @@ class Selection {
   void append(Selection other);
 
   // Returns as few boxes as possible that copy the elements, in order. At most one of the places may be packed.
-  std::vector<Box> boxes(const Place& from, const Place& to) const;
+  std::vector<Box> boxes(const CopySide& from, const CopySide& to) const;
 
   // Return the offset in the row-major local tensor if all elements are one run there, in order, else -1. A run counts
   // as several runs if it is several pieces on the other side.
@@ -114,7 +114,7 @@ class Selection {
   // Appends blocks with the elements [begin, end) of a block.
   static void add_slices(const Block& block, int64_t begin, int64_t end, std::vector<Block>& slices);
   // Appends boxes that copy the elements of a block.
-  static void add_boxes(const Block& block, const Place& from, const Place& to, std::vector<Box>& boxes);
+  static void add_boxes(const Block& block, const CopySide& from, const CopySide& to, std::vector<Box>& boxes);
   // Return the offset of a block in the row-major local tensor if it is one run there, else -1.
   static int64_t sender_run(const Block& block);
   static int64_t receiver_run(const Block& block);

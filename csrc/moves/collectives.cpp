@@ -28,24 +28,25 @@ int64_t collectives_of(StepOp op, int64_t group_size, bool native) {
   return op == StepOp::kAllReduce && !native && group_size > 2 ? 2 : 1;
 }
 
-Traffic reduce_scatter_traffic(int64_t held, int64_t kept, int64_t k, int64_t item_bytes) {
-  return {(k - 1) * kept * item_bytes, (held - kept) * item_bytes, kept > 0 ? k - 1 : 0, held > kept ? k - 1 : 0};
+Traffic reduce_scatter_traffic(int64_t num_held, int64_t num_kept, int64_t k, int64_t item_bytes) {
+  return {(k - 1) * num_kept * item_bytes, (num_held - num_kept) * item_bytes, num_kept > 0 ? k - 1 : 0,
+          num_held > num_kept ? k - 1 : 0};
 }
 
 // Native: the traffic of a ring, rounded up. Composed: every peer's contribution to this rank's chunk is received, then
 // every peer's reduced chunk; two ranks exchange everything.
-Traffic all_reduce_traffic(int64_t held, int64_t k, int64_t index, int64_t item_bytes, bool native) {
+Traffic all_reduce_traffic(int64_t num_held, int64_t k, int64_t index, int64_t item_bytes, bool native) {
   if (native) {
-    const int64_t bytes = (2 * held * item_bytes * (k - 1) + k - 1) / k;
-    const int64_t messages = held > 0 ? 2 * (k - 1) : 0;
+    const int64_t bytes = (2 * num_held * item_bytes * (k - 1) + k - 1) / k;
+    const int64_t messages = num_held > 0 ? 2 * (k - 1) : 0;
     return {bytes, bytes, messages, messages};
   }
-  if (k == 2) return {held * item_bytes, held * item_bytes, held > 0 ? 1 : 0, held > 0 ? 1 : 0};
-  const Interval own_chunk = flat_chunk(held, k, index);
+  if (k == 2) return {num_held * item_bytes, num_held * item_bytes, num_held > 0 ? 1 : 0, num_held > 0 ? 1 : 0};
+  const Interval own_chunk = flat_chunk(num_held, k, index);
   const int64_t own = own_chunk.end - own_chunk.begin;
-  const int64_t bytes = ((k - 1) * own + held - own) * item_bytes;
-  const int64_t chunk = (held + k - 1) / k;
-  const int64_t chunks = held > 0 ? (held + chunk - 1) / chunk : 0;
+  const int64_t bytes = ((k - 1) * own + num_held - own) * item_bytes;
+  const int64_t chunk = (num_held + k - 1) / k;
+  const int64_t chunks = num_held > 0 ? (num_held + chunk - 1) / chunk : 0;
   const int64_t messages = chunks - (own > 0 ? 1 : 0) + (own > 0 ? k - 1 : 0);
   return {bytes, bytes, messages, messages};
 }

@@ -22,10 +22,10 @@ bool may_go_in_rounds(const Step& step, Lowering lowering);
 // ranks (reduce chunks, then distribute them), otherwise 1.
 int64_t collectives_of(StepOp op, int64_t group_size, bool native);
 
-// Return the traffic of one rank in a reduction over k ranks that all hold `held` elements. In a reduce-scatter, this
-// rank keeps `kept` elements. In an all-reduce, `index` is its place among the k ranks, by ascending rank.
-Traffic reduce_scatter_traffic(int64_t held, int64_t kept, int64_t k, int64_t item_bytes);
-Traffic all_reduce_traffic(int64_t held, int64_t k, int64_t index, int64_t item_bytes, bool native);
+// Return the traffic of one rank in a reduction over k ranks that all hold `num_held` elements. In a reduce-scatter,
+// this rank keeps `num_kept` elements. In an all-reduce, `index` is its place among the k ranks, by ascending rank.
+Traffic reduce_scatter_traffic(int64_t num_held, int64_t num_kept, int64_t k, int64_t item_bytes);
+Traffic all_reduce_traffic(int64_t num_held, int64_t k, int64_t index, int64_t item_bytes, bool native);
 
 // Returns the index of a rank within its group over `mesh_dims`, by ascending rank.
 int64_t index_in_group(const Mesh& mesh, int64_t position, MeshDimSet mesh_dims);

@@ -106,11 +106,11 @@ uint32_t Corners::base_on(uint32_t base, MeshDimSet mesh_dims) const {
   return projected;
 }
 
-std::vector<int64_t> corner_positions(const Mesh& mesh, MeshDimSet mesh_dims, size_t at_most) {
+std::vector<int64_t> corner_positions(const Mesh& mesh, MeshDimSet mesh_dims, size_t max_ranks) {
   std::vector<int64_t> positions{0};
   for (const int d : mesh_dims.to_vector()) {
     const size_t count = positions.size();
-    if (d >= mesh.ndim() || mesh.dim_size(d) == 1 || 2 * count > at_most) continue;
+    if (d >= mesh.ndim() || mesh.dim_size(d) == 1 || 2 * count > max_ranks) continue;
     for (size_t i = 0; i < count; ++i) positions.push_back(positions[i] + (mesh.dim_size(d) - 1) * mesh.stride(d));
   }
   return positions;
@@ -229,7 +229,7 @@ RankSample RankClasses::product(const std::vector<std::vector<int64_t>>& coordin
   return seen;
 }
 
-RankSample RankClasses::seen(int64_t at_most) const {
+RankSample RankClasses::seen(int64_t max_ranks) const {
   std::vector<std::vector<int64_t>> coordinates(mesh_.ndim());
   __int128 count = 1;
   for (int d = 0; d < mesh_.ndim(); ++d) {
@@ -240,7 +240,7 @@ RankSample RankClasses::seen(int64_t at_most) const {
     }
     count *= static_cast<int64_t>(coordinates[d].size());
   }
-  if (count <= at_most) return product(coordinates);
+  if (count <= max_ranks) return product(coordinates);
   // Take the outermost and the boundary coordinates, plus a few inner ones if every coordinate is its own range. If
   // these are still too many ranks, take fewer, beginning with the last mesh dims.
   count = 1;
@@ -252,10 +252,10 @@ RankSample RankClasses::seen(int64_t at_most) const {
     coordinates[d].assign(sample.begin(), sample.end());
     count *= static_cast<int64_t>(sample.size());
   }
-  for (int d = mesh_.ndim(); d-- > 0 && count > at_most;) {
+  for (int d = mesh_.ndim(); d-- > 0 && count > max_ranks;) {
     count /= static_cast<int64_t>(coordinates[d].size());
     coordinates[d] = {0};
-    if (mesh_.dim_size(d) > 1 && 2 * count <= at_most) coordinates[d].push_back(mesh_.dim_size(d) - 1);
+    if (mesh_.dim_size(d) > 1 && 2 * count <= max_ranks) coordinates[d].push_back(mesh_.dim_size(d) - 1);
     count *= static_cast<int64_t>(coordinates[d].size());
   }
   RankSample seen = product(coordinates);

@@ -67,9 +67,9 @@ class Corners {
   std::vector<uint32_t> bases_{0};             // positions with all combinations of the coordinates to examine
 };
 
-// Returns the corners of position 0's group over `mesh_dims`. If there would be more than `at_most`, returns the
+// Returns the corners of position 0's group over `mesh_dims`. If there would be more than `max_ranks`, returns the
 // corners over the first mesh dims.
-std::vector<int64_t> corner_positions(const Mesh& mesh, MeshDimSet mesh_dims, size_t at_most);
+std::vector<int64_t> corner_positions(const Mesh& mesh, MeshDimSet mesh_dims, size_t max_ranks);
 
 // Returns true if ranks ascend with positions. Then the members of every group are in the order of their coordinates.
 bool ranks_ascend(const Mesh& mesh);
@@ -102,9 +102,9 @@ class RankClasses {
   // Makes every coordinate of these mesh dims a range of its own.
   void split_all(MeshDimSet mesh_dims);
 
-  // Returns one rank of each class. If there are more than `at_most` classes, returns the ranks at outermost and
+  // Returns one rank of each class. If there are more than `max_ranks` classes, returns the ranks at outermost and
   // boundary coordinates.
-  RankSample seen(int64_t at_most = kMaxRanksWalked) const;
+  RankSample seen(int64_t max_ranks = kMaxRanksWalked) const;
 
  private:
   // Separates ranks that hold or exchange different amounts of one tensor dim, which has n elements.

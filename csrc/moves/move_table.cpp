@@ -45,11 +45,11 @@ MoveTable::MoveTable(const Layout& layout, Lowering lowering, bool ordered, Mesh
       item_(layout.dtype().size_bytes()),
       corners_(layout_.mesh()),
       lists_(layout.ndim()),
-      numbers_(layout.ndim()),
+      list_indices_(layout.ndim()),
       pair_numbers_(layout.ndim()) {}
 
 // Known lists are found by their digits, or without digits by their canonical form (moves/spans.h).
-int MoveTable::number(int tensor_dim, const std::vector<Cut>& cuts) {
+int MoveTable::list_index(int tensor_dim, const std::vector<Cut>& cuts) {
   const int64_t n = layout_.shape()[tensor_dim];
   std::vector<List>& lists = lists_[tensor_dim];
   List list{cuts, shardwright::dims_of(cuts), n, false, digits_of(layout_.mesh(), n, cuts)};
@@ -67,7 +67,7 @@ int MoveTable::number(int tensor_dim, const std::vector<Cut>& cuts) {
       encoding.push_back(c.mesh_dim);
       c.rule.append_encoding(encoding);
     }
-    const auto [found, is_new] = numbers_[tensor_dim].emplace(std::move(encoding), next);
+    const auto [found, is_new] = list_indices_[tensor_dim].emplace(std::move(encoding), next);
     if (!is_new) return found->second;
     list.first_is_largest =
         std::all_of(list.cuts.begin(), list.cuts.end(), [](const Cut& c) { return c.rule.descends(); });
@@ -82,7 +82,7 @@ int MoveTable::number(int tensor_dim, const std::vector<Cut>& cuts) {
 MoveTable::State MoveTable::state(const Cuts& cuts, MeshDimSet partial_dims) {
   State state{{}, {}, partial_dims, 1};
   for (int t = 0; t < layout_.ndim(); ++t) {
-    const int list = number(t, cuts[t]);
+    const int list = list_index(t, cuts[t]);
     state.lists.push_back(list);
     state.cut_dims = state.cut_dims | dims_of(t, list);
     state.elements *= first_length(t, list);

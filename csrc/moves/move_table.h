@@ -43,9 +43,9 @@ class MoveTable {
     bool operator==(const State& other) const { return lists == other.lists && partial_dims == other.partial_dims; }
   };
 
-  // Returns the number of a list of cuts of a tensor dim. Lists that make the same parts share a number if the parts
+  // Returns the index of a list of cuts of a tensor dim. Lists that make the same parts share an index if the parts
   // have equal size.
-  int number(int tensor_dim, const std::vector<Cut>& cuts);
+  int list_index(int tensor_dim, const std::vector<Cut>& cuts);
   // Returns the mesh dims that make the cuts of a list.
   MeshDimSet dims_of(int tensor_dim, int list) const { return lists_[tensor_dim][list].dims; }
   // Returns the number of indices of the largest part.
@@ -167,12 +167,12 @@ class MoveTable {
   Lowering lowering_;
   bool ordered_;
   MeshDimSet between_;
-  int64_t node_size_;                                         // number of ranks with the same coordinates on between_
-  int64_t item_;                                              // bytes of an element
-  Corners corners_;                                           // for the lists without digits
-  std::vector<std::vector<List>> lists_;                      // by tensor dim, then by number
-  std::vector<std::map<std::vector<int64_t>, int>> numbers_;  // numbers of lists without digits, by tensor dim
-  std::vector<std::vector<std::vector<int>>> pair_numbers_;   // by tensor dim, before and after list; -1: not computed
+  int64_t node_size_;                     // number of ranks with the same coordinates on between_
+  int64_t item_;                          // bytes of an element
+  Corners corners_;                       // for the lists without digits
+  std::vector<std::vector<List>> lists_;  // by tensor dim, then by number
+  std::vector<std::map<std::vector<int64_t>, int>> list_indices_;  // numbers of lists without digits, by tensor dim
+  std::vector<std::vector<std::vector<int>>> pair_numbers_;  // by tensor dim, before and after list; -1: not computed
   std::vector<Pair> pairs_;
   std::pmr::monotonic_buffer_resource memory_;  // memory of shares_ and lengths_, which only grow
   std::pmr::unordered_map<Key, Shares, KeyHash> shares_{&memory_};

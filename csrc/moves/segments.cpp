@@ -231,7 +231,7 @@ PartsInSegments::PartsInSegments(const Layout& layout, int tensor_dim) {
 }
 
 // Each run of a part is divided equally; some segments get one extra index. `more` counts the extra indices.
-int64_t PartsInSegments::most_in_one(int64_t count) const {
+int64_t PartsInSegments::largest_count_in_segment(int64_t count) const {
   int64_t most = 0;
   std::vector<int64_t> more;  // indexed by segment
   for (const IntervalList& list : parts_) {

@@ -62,7 +62,7 @@ class PartsInSegments {
   // Returns the number of indices of the longest part.
   int64_t longest() const { return longest_; }
   // Returns the largest number of indices that a part shares with one of `count` segments.
-  int64_t most_in_one(int64_t count) const;
+  int64_t largest_count_in_segment(int64_t count) const;
 
  private:
   std::vector<IntervalList> parts_;

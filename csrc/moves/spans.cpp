@@ -55,7 +55,7 @@ IntervalList united(const std::vector<IntervalList>& parts) {
   std::vector<Interval> all;
   for (const IntervalList& part : parts) all.insert(all.end(), part.begin(), part.end());
   IntervalList merged;
-  for (const Interval& interval : sorted_by_place(std::move(all))) append(merged, interval);
+  for (const Interval& interval : sorted_by_begin(std::move(all))) append(merged, interval);
   return merged;
 }
 

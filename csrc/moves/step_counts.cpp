@@ -228,7 +228,7 @@ class NonUniformSegments {
 
  private:
   static Share share(const PartsInSegments& parts, int64_t count) {
-    return parts.longest() == 0 ? Share{1, count} : Share{parts.most_in_one(count), parts.longest()};
+    return parts.longest() == 0 ? Share{1, count} : Share{parts.largest_count_in_segment(count), parts.longest()};
   }
 
   std::vector<std::pair<PartsInSegments, PartsInSegments>> parts_;

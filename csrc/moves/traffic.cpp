@@ -72,22 +72,22 @@ Traffic StepTraffic::at(int64_t position) const {
     case StepOp::kExchange:
       return exchange_.traffic_at(position);
     case StepOp::kReduceScatter: {
-      const int64_t kept = exchange_.num_needed(position);
+      const int64_t num_kept = exchange_.num_needed(position);
       Traffic traffic =
-          reduce_scatter_traffic(exchange_.num_held(position), kept, mesh.group_size(step_.mesh_dims), item);
-      traffic.messages *= std::min(step_.rounds, std::max<int64_t>(kept, 1));
+          reduce_scatter_traffic(exchange_.num_held(position), num_kept, mesh.group_size(step_.mesh_dims), item);
+      traffic.messages *= std::min(step_.rounds, std::max<int64_t>(num_kept, 1));
       traffic.sent_messages =
           step_.after.has_equal_parts() ? traffic.messages : exchange_.messages_to_keepers(position);
       return traffic;
     }
     case StepOp::kAllReduce: {
-      const int64_t held = exchange_.num_held(position);
+      const int64_t num_held = exchange_.num_held(position);
       const int64_t k = mesh.group_size(step_.mesh_dims);
-      if (is_native_) return all_reduce_traffic(held, k, 0, item, true);
+      if (is_native_) return all_reduce_traffic(num_held, k, 0, item, true);
       const int64_t index = index_in_group(mesh, position, step_.mesh_dims);
       Traffic traffic;
       for (int64_t round = 0; round < step_.rounds; ++round) {
-        const Interval range = in_round({0, held}, round, step_.rounds);
+        const Interval range = in_round({0, num_held}, round, step_.rounds);
         const Traffic round_traffic = all_reduce_traffic(range.end - range.begin, k, index, item, false);
         traffic = traffic + round_traffic;
       }
@@ -106,12 +106,12 @@ void StepTraffic::split_classes(RankClasses& classes) const {
   if (!are_equal) classes.split_all(step_.mesh_dims);
 }
 
-std::optional<Traffic> StepTraffic::at_most() const {
+std::optional<Traffic> StepTraffic::upper_bound() const {
   if (!step_.before.has_equal_parts() || !step_.after.has_equal_parts()) return std::nullopt;
   // The first member of a group sums a chunk that is at least as large as any other chunk.
   if (step_.op == StepOp::kAllReduce && !is_native_ && !ranks_ascend(step_.before.mesh())) return std::nullopt;
   if (step_.op == StepOp::kReduceScatter || step_.op == StepOp::kAllReduce) return at(0);
-  return exchange_.at_most();
+  return exchange_.upper_bound();
 }
 
 namespace {
@@ -141,7 +141,7 @@ std::optional<int64_t> received_by_all(const Step& step, Lowering lowering) {
 bool reach(const TrafficTotals& totals, const std::vector<StepTraffic>& steps) {
   Traffic most;
   for (const StepTraffic& step : steps) {
-    const std::optional<Traffic> step_traffic = step.at_most();
+    const std::optional<Traffic> step_traffic = step.upper_bound();
     if (!step_traffic) return false;
     most = most + *step_traffic;
   }

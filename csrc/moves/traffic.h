@@ -23,7 +23,7 @@ class StepTraffic {
   // Splits the classes of ranks so that at() is the same for all ranks of a class.
   void split_classes(RankClasses& classes) const;
   // Returns an upper bound on at() of every rank; nullopt if none is known, as for unequal parts.
-  std::optional<Traffic> at_most() const;
+  std::optional<Traffic> upper_bound() const;
   const Step& step() const { return step_; }
 
  private:

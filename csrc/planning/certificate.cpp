@@ -27,8 +27,8 @@ int64_t sources(const Layout& src, const Layout& dst) {
   const auto from_lengths = [&] {
     // Ranks may hold any share of a value that becomes partial, so nothing must be received.
     if (!(dst.partial_dims() - kept).empty() || !(kept - src.partial_dims()).empty()) return;
-    const int64_t held = src.largest_part_bytes();
-    if (held > 0) sources = (dst.largest_part_bytes() + held - 1) / held;
+    const int64_t held_bytes = src.largest_part_bytes();
+    if (held_bytes > 0) sources = (dst.largest_part_bytes() + held_bytes - 1) / held_bytes;
   };
   if (is_one_mesh) {
     const SharedElements shared(src, dst);

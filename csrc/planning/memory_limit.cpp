@@ -29,22 +29,22 @@ bool gathers_in_place(const Layout& before) {
 int64_t max_staging_bytes(const Step& step, const Lowering& lowering) {
   if (is_local(step.op)) return 0;
   const bool reduces = step.op == StepOp::kAllReduce || step.op == StepOp::kReduceScatter;
-  const int64_t held = step.before.largest_part_bytes();
+  const int64_t held_bytes = step.before.largest_part_bytes();
   if (reduces) {
     const Placement& placement = step.before.placements()[step.mesh_dims.to_vector().front()];
-    const int64_t raised = placement.op == ReduceOp::kNorm ? held : 0;
+    const int64_t raised = placement.op == ReduceOp::kNorm ? held_bytes : 0;
     const int64_t k = step.before.mesh().group_size(step.mesh_dims);
     const int64_t received = k * step.after.largest_part_bytes();
     const bool is_native = reduces_natively(step, lowering);
     if (step.op == StepOp::kAllReduce) {
       // Every rank receives one share per rank; the longest share is rounded up.
       const int64_t item = step.before.dtype().size_bytes();
-      return is_native ? 0 : raised + held + (held / item + k - 1) / k * k * item;
+      return is_native ? 0 : raised + held_bytes + (held_bytes / item + k - 1) / k * k * item;
     }
-    return raised + held + (is_native && step.after.has_equal_parts() ? 0 : received);
+    return raised + held_bytes + (is_native && step.after.has_equal_parts() ? 0 : received);
   }
   const StepCounts wire = step_counts(step, lowering);
-  const int64_t own = step.op == StepOp::kAllGather ? held : 0;
+  const int64_t own = step.op == StepOp::kAllGather ? held_bytes : 0;
   const bool is_sent_in_place = step.op == StepOp::kAllGather && lowering.gathers && gathers_in_place(step.before);
   return (is_sent_in_place ? 0 : wire.sent_bytes) + wire.received_bytes + own;
 }

@@ -78,10 +78,16 @@ std::optional<std::string> why_not_these_sizes(const GatherMatmul& matmul, int64
     return concat("each part must have a positive multiple of ", shares, " x ", kRowsOfFlaggedChunks, " rows, got ",
                   rows);
   }
-  const auto is_unit = [](int64_t size) { return size > 0 && size % kUnitOfFlaggedRows == 0; };
-  if (is_unit(matrices->summed) && is_unit(matrices->columns)) return std::nullopt;
-  return concat("the numbers of columns and of summed elements must be positive multiples of ", kUnitOfFlaggedRows,
-                ", got ", matrices->columns, " and ", matrices->summed);
+  const auto is_multiple = [](int64_t size) { return size > 0 && size % kUnitOfFlaggedRows == 0; };
+  if (!is_multiple(matrices->columns)) {
+    return concat("the number of columns must be a positive multiple of ", kUnitOfFlaggedRows, ", got ",
+                  matrices->columns);
+  }
+  if (!is_multiple(matrices->summed)) {
+    return concat("the length of the summed axis must be a positive multiple of ", kUnitOfFlaggedRows, ", got ",
+                  matrices->summed);
+  }
+  return std::nullopt;
 }
 
 }  // namespace
@@ -133,7 +139,7 @@ Program compile_flagged(const GatherMatmul& matmul, const Schedule& schedule, Ra
   const BufferId out = b.new_buffer(rows * columns);
 
   const Ticket offer = b.emit(Offer{group, b.whole(current)});
-  b.copy(current, gathered, Selection(step.before.region(here), needed).boxes(Place::local(), Place::local()));
+  b.copy(current, gathered, Selection(step.before.region(here), needed).boxes(CopySide::local(), CopySide::local()));
   b.emit(FillZero{b.whole(flags)});
   b.wait(offer);
   const Ticket fetch = b.emit(Fetch{group, offer, b.whole(gathered), b.whole(flags)});

@@ -64,14 +64,14 @@ class ProductCompiler {
   // An operand without elements still has a result: zeros, plus the bias.
   void multiply_nothing() { emit_gemms(b_, axes_, sizes_, other_, other_, out_, false, bias_); }
 
-  // `operand` and `scales` are views of one part; `at` is the part's place in the gathered operand, by dim.
+  // `operand` and `scales` are views of one part; `at` is the part's offset in the gathered operand, by dim.
   void multiply(const Selection::Part& part, const TensorView& operand, const std::optional<TensorView>& scales,
                 const std::vector<int64_t>& at) {
     std::vector<int64_t> sizes = sizes_;
     TensorView other = other_;
     TensorView out = out_;
     TensorView bias = bias_;
-    std::vector<int64_t> place;
+    std::vector<int64_t> free_offsets;
     for (size_t d = 0; d < axes_.lhs.size(); ++d) {
       const int axis = axes_.lhs[d];
       sizes[axis] = part.sizes[d];
@@ -79,8 +79,8 @@ class ProductCompiler {
       out.advance(axis, at[d]);
       if (bias.buffer >= 0) bias.advance(axis, at[d]);
     }
-    for (const size_t d : free_dims_) place.push_back(at[d]);
-    const bool is_first = !accumulates_ || (!is_filled_ && written_.insert(place).second);
+    for (const size_t d : free_dims_) free_offsets.push_back(at[d]);
+    const bool is_first = !accumulates_ || (!is_filled_ && written_.insert(free_offsets).second);
     const auto both = scales ? std::optional<ScaleViews>({*scales, other_scales_}) : std::nullopt;
     emit_gemms(b_, axes_, sizes, operand, other, out, !is_first, is_first ? bias : TensorView{}, both);
   }
@@ -96,8 +96,8 @@ class ProductCompiler {
     return n;
   }
 
-  // Some parts overlap partly along the free dims, so no part can be the first to write its place. The result is filled
-  // with the bias (or zeros) first, and every part is added to it.
+  // Some parts overlap partly along the free dims, so no part can be the first to write its elements. The result is
+  // filled with the bias (or zeros) first, and every part is added to it.
   void begin_with_bias() {
     std::vector<int64_t> sizes = sizes_;
     for (const size_t d : summed_dims_) sizes[axes_.lhs[d]] = 0;
@@ -269,7 +269,7 @@ class GatherCompiler {
     if (!has_own_scales) finish_scales();
     multiply(own, current, 0, &Selection::Part::in_sender, shape_of(held), has_own_scales);
     finish_scales();
-    if (matmul_.keeps_gathered) b_.copy(current, gathered_, own.boxes(Place::local(), Place::local()));
+    if (matmul_.keeps_gathered) b_.copy(current, gathered_, own.boxes(CopySide::local(), CopySide::local()));
     for (size_t c = 0; c < chunks.size(); ++c) {
       b_.begin_chunk(static_cast<int>(c) + 1);
       b_.wait(transfers[c].ticket);
@@ -408,17 +408,17 @@ class GatherCompiler {
     b_.begin_chunk(static_cast<int>(c) + 1);
     Staging staging = staging_of_received(transfer.transfer_method);
     staging.given = {slots_, slot_offsets_[c % slot_offsets_.size()], 0};
-    transfer.set.receives.place(b_, staging);
+    transfer.set.receives.choose_memory(b_, staging);
     if (transfer.transfer_method == TransferMethod::kAllToAll) {
-      transfer.set.sends.place(b_, {.may_stay = false, .is_one_run = true});
+      transfer.set.sends.choose_memory(b_, {.may_stay = false, .is_one_run = true});
     } else {
-      transfer.set.sends.place(b_, {.memory = Staging::Memory::kApart});
+      transfer.set.sends.choose_memory(b_, {.memory = Staging::Memory::kApart});
     }
     transfer.set.sends.copy(b_);
     transfer.ticket = shardwright::start(b_, transfer.set, transfer.transfer_method);
   }
 
-  // Multiplies a received chunk, from its slot or from its place in the gathered operand.
+  // Multiplies a received chunk, from its slot or from the gathered operand.
   void take_in(const ChunkTransfer& transfer) {
     const Messages& receives = transfer.set.receives;
     receives.copy(b_);

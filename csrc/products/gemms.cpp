@@ -164,14 +164,14 @@ Axes axes_by_kind(const Contraction& axes, const std::vector<int64_t>& sizes, co
   return all;
 }
 
-bool is_scaled_by_place(const Run& run) { return run.lhs_scale != 0 || run.rhs_scale != 0; }
+bool has_scale_stride(const Run& run) { return run.lhs_scale != 0 || run.rhs_scale != 0; }
 
 // Makes the longest of the outer runs the batch of the product, if the product may have one.
 void take_batch(Gemm& gemm, std::vector<Run>& outer) {
   const auto longest =
       std::max_element(outer.begin(), outer.end(), [](const Run& a, const Run& b) { return a.size < b.size; });
   if (longest == outer.end() || gemm.bias) return;
-  if (stride_of(gemm.lhs_scale) != 0 || stride_of(gemm.rhs_scale) != 0 || is_scaled_by_place(*longest)) return;
+  if (stride_of(gemm.lhs_scale) != 0 || stride_of(gemm.rhs_scale) != 0 || has_scale_stride(*longest)) return;
   gemm.count = longest->size;
   gemm.lhs_batch_stride = longest->lhs;
   gemm.rhs_batch_stride = longest->rhs;

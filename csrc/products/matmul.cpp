@@ -107,8 +107,8 @@ void check_kind(const MatmulScatter& matmul) {
   const Layout& result = matmul.plan.src;
   const DType& dtype = matmul.scaling ? matmul.scaling->result : matmul.terms[0].lhs.dtype();
   check_user(result.dtype() == dtype, "result must have the dtype of the product (", dtype.name(), "), got ", result);
-  check_argument(!matmul.scaling || !matmul.scaling->plan, "scales", "without a plan for operands that do not move",
-                 "scales with a plan");
+  check_user(!matmul.scaling || !matmul.scaling->plan, "scales must not move if operands do not move, got a plan for ",
+             "scales");
   for (const auto& term : matmul.terms) {
     check_operands(term.axes, term.lhs, term.rhs, result, matmul.scaling);
     check_user(term.axes.out.size() == result.shape().size(),

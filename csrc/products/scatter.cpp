@@ -64,19 +64,19 @@ class ScatterCompiler {
     }
   }
 
-  // Computes a block of the result into a row-major tensor of this shape, with each part at its `places`. `in_sender`
-  // of a part is its place in this rank's full result.
-  void multiply(const Selection& block, BufferId buffer, int64_t offset, std::vector<int64_t> Selection::Part::* places,
-                const std::vector<int64_t>& shape) {
+  // Computes a block of the result into a row-major tensor of this shape, with each part at its `out_offsets`.
+  // `in_sender` of a part is its offset in this rank's full result, by dim.
+  void multiply(const Selection& block, BufferId buffer, int64_t offset,
+                std::vector<int64_t> Selection::Part::* out_offsets, const std::vector<int64_t>& shape) {
     if (block.count() == 0) return;
-    if (addend_ >= 0) copy_addend(block, buffer, offset, places, shape);
+    if (addend_ >= 0) copy_addend(block, buffer, offset, out_offsets, shape);
     for (const Selection::Part& part : block.parts()) {
-      for (size_t j = 0; j < matmul_.terms.size(); ++j) multiply(part, j, buffer, offset, part.*places, shape);
+      for (size_t j = 0; j < matmul_.terms.size(); ++j) multiply(part, j, buffer, offset, part.*out_offsets, shape);
     }
   }
 
   void copy_addend(const Selection& block, BufferId buffer, int64_t offset,
-                   std::vector<int64_t> Selection::Part::* places, const std::vector<int64_t>& shape) {
+                   std::vector<int64_t> Selection::Part::* out_offsets, const std::vector<int64_t>& shape) {
     const std::vector<int64_t> from = row_major_strides(shape_of(held_));
     const std::vector<int64_t> to = row_major_strides(shape);
     std::vector<Box> boxes;
@@ -84,7 +84,7 @@ class ScatterCompiler {
       Box box{0, offset, part.sizes, from, to};
       for (size_t d = 0; d < shape.size(); ++d) {
         box.src_offset += part.in_sender[d] * from[d];
-        box.dst_offset += (part.*places)[d] * to[d];
+        box.dst_offset += (part.*out_offsets)[d] * to[d];
       }
       box.simplify();
       boxes.push_back(std::move(box));
@@ -93,7 +93,7 @@ class ScatterCompiler {
   }
 
   void multiply(const Selection::Part& part, size_t term_index, BufferId buffer, int64_t offset,
-                const std::vector<int64_t>& place, const std::vector<int64_t>& shape) {
+                const std::vector<int64_t>& out_offsets, const std::vector<int64_t>& shape) {
     const MatmulScatter::Term& term = matmul_.terms[term_index];
     const Contraction& axes = term.axes;
     const auto operand_of = [](size_t index) { return static_cast<BufferId>(index); };  // operands are the first inputs
@@ -115,7 +115,7 @@ class ScatterCompiler {
       sizes[axis] = part.sizes[d];
       lhs.advance(axis, part.in_sender[d]);
       rhs.advance(axis, part.in_sender[d]);
-      out.advance(axis, place[d]);
+      out.advance(axis, out_offsets[d]);
       if (scales) scales->lhs.advance(axis, part.in_sender[d]);
       if (scales) scales->rhs.advance(axis, part.in_sender[d]);
     }
@@ -124,7 +124,7 @@ class ScatterCompiler {
 
   // ---- reduce-scatters and moves of data
 
-  // Waits for the transfer of one chunk and copies the received data to its place.
+  // Waits for the transfer of one chunk and copies the received data into the result.
   using Finish = std::function<void()>;
 
   void scatter(const Step& step, BufferId next) {
@@ -185,9 +185,9 @@ class ScatterCompiler {
         set.receives.add(source, {{reduces_ ? kMissingBuffer : next_, block->slice(0, block->count())}});
       }
     }
-    set.sends.place(b_, {.memory = Staging::Memory::kApart});
+    set.sends.choose_memory(b_, {.memory = Staging::Memory::kApart});
     multiply(set.sends, blocks);
-    set.receives.place(b_, {.memory = Staging::Memory::kApart});
+    set.receives.choose_memory(b_, {.memory = Staging::Memory::kApart});
     for (size_t i = 0; i < set.receives.size() && reduces_; ++i) {
       contributions_[chunk.share][set.receives.peer(i)] = set.receives.range(i);
     }
@@ -215,7 +215,7 @@ class ScatterCompiler {
     };
   }
 
-  // Multiplies the rank's own part: into one more contribution to a reduction, or else directly into its place.
+  // Multiplies the rank's own part: into one more contribution to a reduction, or else directly into the result.
   void multiply_own() {
     for (int64_t s = 0; s < shares_; ++s) {
       const auto block = share_of(Selection(held_, needed_), share_dim_, {{}, s, shares_});
@@ -245,7 +245,7 @@ class ScatterCompiler {
     const BufferRange result =
         run >= 0 ? BufferRange{next_, run, block.count()} : b_.whole(b_.new_buffer(block.count()));
     reduce_parts(b_, reduction_of(*step_), std::move(parts), result);
-    if (run < 0) b_.copy(result.buffer, next_, block.boxes(Place::packed(), Place::local()));
+    if (run < 0) b_.copy(result.buffer, next_, block.boxes(CopySide::packed(), CopySide::local()));
   }
 
   Finish start_collective(const Chunk& chunk) {
@@ -259,10 +259,10 @@ class ScatterCompiler {
       if (const auto block = received(m, chunk)) set.receives.add(m, {{next_, block->slice(0, block->count())}});
     }
     const Staging one_run{.may_stay = false, .is_one_run = true};
-    set.sends.place(b_, one_run);
+    set.sends.choose_memory(b_, one_run);
     multiply(set.sends, blocks);
     if (reduces_) return start_reduction(set, sent(me_, chunk));
-    set.receives.place(b_, one_run);
+    set.receives.choose_memory(b_, one_run);
     return finish_by_unpacking(std::move(set), TransferMethod::kAllToAll);
   }
 
@@ -275,7 +275,7 @@ class ScatterCompiler {
     const Finish sum = start_sum(b_, *step_, set.group, set.sends, are_equally_long, result);
     return [this, sum, own, run, result] {
       sum();
-      if (run < 0) b_.copy(result.buffer, next_, own->boxes(Place::packed(), Place::local()));
+      if (run < 0) b_.copy(result.buffer, next_, own->boxes(CopySide::packed(), CopySide::local()));
     };
   }
 

@@ -25,8 +25,8 @@ Distances read_distances(Reader& in) {
   return in.list([&] { return in.integers(); });
 }
 
-void write(Writer& out, const std::optional<int64_t>& number) {
-  out.optional(number, [&](int64_t value) { out.integer(value); });
+void write(Writer& out, const std::optional<int64_t>& value) {
+  out.optional(value, [&](int64_t present) { out.integer(present); });
 }
 
 std::optional<int64_t> read_number(Reader& in) {

@@ -60,7 +60,7 @@ class Clock {
     while (step < compute_steps_.size() || transfer < transfers_.size()) {
       const bool is_transfer = step == compute_steps_.size() ||
                                (transfer < transfers_.size() && goes_first(transfers_[transfer], compute_steps_[step]));
-      is_transfer ? place_transfer(transfers_[transfer++]) : place_compute(compute_steps_[step++]);
+      is_transfer ? schedule_transfer(transfers_[transfer++]) : schedule_compute(compute_steps_[step++]);
     }
     timeline_.total_ps = std::max(compute_, communication_);
     return std::move(timeline_);
@@ -95,7 +95,7 @@ class Clock {
     return std::max(communication_, after < 0 ? 0 : ends_[after]);
   }
 
-  void place_transfer(int index) {
+  void schedule_transfer(int index) {
     const Operation& operation = program_.instructions[index].operation;
     int64_t start = ready_at(index);
     const int64_t full_speed = transfer_ps(operation, 1, 1);
@@ -119,7 +119,7 @@ class Clock {
     timeline_.spans.push_back({true, index, start, communication_});
   }
 
-  void place_compute(int index) {
+  void schedule_compute(int index) {
     const int64_t start = compute_;
     const auto compute_for = [&](int64_t takes) {
       compute_ = saturating_sum(start, takes);

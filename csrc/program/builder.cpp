@@ -91,7 +91,8 @@ void ProgramBuilder::divide(BufferRange dst, double divisor) {
 }
 
 void ProgramBuilder::copy_shared(const Step& step, BufferId current, BufferId next) {
-  copy(current, next, Selection(region_in(step.before), region_in(step.after)).boxes(Place::local(), Place::local()));
+  copy(current, next,
+       Selection(region_in(step.before), region_in(step.after)).boxes(CopySide::local(), CopySide::local()));
 }
 
 int ProgramBuilder::group_index(const Step& step) {

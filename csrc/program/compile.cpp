@@ -26,8 +26,8 @@ std::vector<double> partition_divisors(const Step& step) {
 // same way. The copy does the first division if the dtype has fractions.
 void partition(ProgramBuilder& builder, const Step& step, BufferId current, BufferId next) {
   std::vector<double> divisors = partition_divisors(step);
-  std::vector<Box> boxes =
-      Selection(builder.region_in(step.before), builder.region_in(step.after)).boxes(Place::local(), Place::local());
+  std::vector<Box> boxes = Selection(builder.region_in(step.before), builder.region_in(step.after))
+                               .boxes(CopySide::local(), CopySide::local());
   const DTypeKind kind = builder.program().dtype.kind();
   const bool has_fractions = kind == DTypeKind::kFloat || kind == DTypeKind::kComplex;
   Copy copy{current, next, std::move(boxes)};

@@ -130,7 +130,7 @@ class CrossingMemory : public StepMemory {
 
   void split_classes(RankClasses&) const override { throw InvariantError("ranks of a crossing have no classes"); }
   std::optional<Traffic> traffic_that_decides(Rank) const override { return std::nullopt; }
-  std::optional<Traffic> traffic_at_most() const override { return std::nullopt; }
+  std::optional<Traffic> traffic_upper_bound() const override { return std::nullopt; }
 
  private:
   // Returns the messages of a rank in a round of an all-to-all, by ascending peer.
@@ -165,7 +165,7 @@ void compile(ProgramBuilder& builder, const Step& step, const Exchange& step_exc
              const std::optional<Participants>& with, BufferId current, BufferId next) {
   if (!with) {
     const std::optional<Selection> kept = step_exchange.kept(builder.rank());
-    if (kept) builder.copy(current, next, kept->boxes(Place::local(), Place::local()));
+    if (kept) builder.copy(current, next, kept->boxes(CopySide::local(), CopySide::local()));
     return;
   }
   const int group = builder.group_of_ranks(step.mesh_dims, with->ranks);

@@ -203,8 +203,8 @@ class InSegments {
     const Position position = *layout.mesh().position_of(rank_);
     const Region of_all = layout.region(position);
     const Region of_segment = segment_layout.region(position);
-    return is_input ? Selection(of_all, of_segment).boxes(Place::local(), Place::local())
-                    : Selection(of_segment, of_all).boxes(Place::local(), Place::local());
+    return is_input ? Selection(of_all, of_segment).boxes(CopySide::local(), CopySide::local())
+                    : Selection(of_segment, of_all).boxes(CopySide::local(), CopySide::local());
   }
 
   // Emits the copy of a segment from the input, or to the result. `step` is the step to which the copy is attributed.

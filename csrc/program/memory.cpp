@@ -30,12 +30,12 @@ struct SomeRanks {
   bool are_all = true;  // false if some ranks were left out
 };
 
-// Returns up to `at_most` evenly spaced ranks, including the first.
-SomeRanks evenly_spaced(std::vector<Rank> ranks, int64_t at_most) {
+// Returns up to `max_ranks` evenly spaced ranks, including the first.
+SomeRanks evenly_spaced(std::vector<Rank> ranks, int64_t max_ranks) {
   const auto count = static_cast<int64_t>(ranks.size());
-  if (count <= at_most) return {std::move(ranks), true};
+  if (count <= max_ranks) return {std::move(ranks), true};
   std::vector<Rank> sample;
-  for (int64_t i = 0; i < at_most; ++i) sample.push_back(ranks[i * count / at_most]);
+  for (int64_t i = 0; i < max_ranks; ++i) sample.push_back(ranks[i * count / max_ranks]);
   return {std::move(sample), false};
 }
 
@@ -127,26 +127,26 @@ int64_t ProgramMemory::peak_of_step(size_t step, Rank rank) {
 }
 
 // Chooses the ranks to examine. For crossings, and for steps whose peak depends on a following crossing, ranks are not
-// divided into classes: up to `at_most` evenly spaced ranks are examined.
-ProgramMemory::Seen ProgramMemory::seen_of(size_t step, int64_t at_most) const {
+// divided into classes: up to `max_ranks` evenly spaced ranks are examined.
+ProgramMemory::Seen ProgramMemory::seen_of(size_t step, int64_t max_ranks) const {
   const bool looks_ahead = plan_.steps[step].rounds > 1 && step + 1 < steps_.size();
   const bool crosses = is_crossing(plan_.steps[step].op);
   if (crosses || (looks_ahead && is_crossing(plan_.steps[step + 1].op))) {
-    auto [ranks, are_all] = evenly_spaced(ranks_of(plan_), at_most);
+    auto [ranks, are_all] = evenly_spaced(ranks_of(plan_), max_ranks);
     return {std::move(ranks), are_all};
   }
   const Mesh& mesh = plan_.steps[step].before.mesh();
   RankClasses classes(mesh);
   steps_[step]->split_classes(classes);
   if (looks_ahead) steps_[step + 1]->split_classes(classes);
-  const RankSample seen = classes.seen(at_most);
+  const RankSample seen = classes.seen(max_ranks);
   return {mesh.ranks_at(seen.positions), seen.is_complete};
 }
 
-ProgramMemory::Worst ProgramMemory::worst_peak_bytes_by_step(int64_t at_most) {
+ProgramMemory::Worst ProgramMemory::worst_peak_bytes_by_step(int64_t max_ranks) {
   Worst worst;
   if (!segments_.empty()) {
-    const auto [ranks, are_all] = evenly_spaced(ranks_of(plan_), at_most);
+    const auto [ranks, are_all] = evenly_spaced(ranks_of(plan_), max_ranks);
     worst = {std::vector<int64_t>(plan_.steps.size(), 0), are_all};
     for (const Rank rank : ranks) {
       const std::vector<int64_t> peaks = peak_bytes_by_step(rank);
@@ -155,7 +155,7 @@ ProgramMemory::Worst ProgramMemory::worst_peak_bytes_by_step(int64_t at_most) {
     return worst;
   }
   for (size_t i = 0; i < steps_.size(); ++i) {
-    const Seen seen = seen_of(i, at_most);
+    const Seen seen = seen_of(i, max_ranks);
     std::vector<Traffic> known;
     int64_t peak = 0;
     for (const Rank rank : seen.ranks) {
@@ -168,7 +168,7 @@ ProgramMemory::Worst ProgramMemory::worst_peak_bytes_by_step(int64_t at_most) {
     }
     worst.bytes.push_back(peak);
     // A rank that sends and receives more needs at least as much memory, except for the first position's own part.
-    const std::optional<Traffic> most = known.empty() ? std::nullopt : steps_[i]->traffic_at_most();
+    const std::optional<Traffic> most = known.empty() ? std::nullopt : steps_[i]->traffic_upper_bound();
     const bool has_most =
         most && std::any_of(known.begin(), known.end(), [&](const Traffic& traffic) {
           return traffic.received_bytes == most->received_bytes && traffic.sent_bytes == most->sent_bytes;

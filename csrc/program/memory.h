@@ -35,12 +35,12 @@ class ProgramMemory {
   std::vector<int64_t> peak_bytes_by_step(Rank rank);
 
   // The maximum over all ranks, by step. One rank of each class (moves/extremes.h) is examined; if there are more than
-  // `at_most` classes, only the outermost and boundary ones. is_exact is false if other ranks might need more.
+  // `max_ranks` classes, only the outermost and boundary ones. is_exact is false if other ranks might need more.
   struct Worst {
     std::vector<int64_t> bytes;  // by step
     bool is_exact = true;
   };
-  Worst worst_peak_bytes_by_step(int64_t at_most);
+  Worst worst_peak_bytes_by_step(int64_t max_ranks);
 
  private:
   // Writes all steps of a rank, and returns the buffer that holds the result.
@@ -52,7 +52,7 @@ class ProgramMemory {
     std::vector<Rank> ranks;
     bool are_all = true;  // true if all ranks, or one of each class, are examined
   };
-  Seen seen_of(size_t step, int64_t at_most) const;
+  Seen seen_of(size_t step, int64_t max_ranks) const;
   // Writes one step, starting from the buffer `current`. Returns the buffer that holds the step's result.
   int write(Sketch& sketch, size_t step, Rank rank, int current);
   // Returns the peak bytes of a rank in one step, as if the plan had only this step. The part held before the step is a

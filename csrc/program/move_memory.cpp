@@ -52,7 +52,7 @@ class MoveMemory : public StepMemory {
     if (!exchanges || !group_is_large() || !exchange_.is_regular()) return std::nullopt;
     return exchange_.traffic_at(position_of(rank));
   }
-  std::optional<Traffic> traffic_at_most() const override { return exchange_.at_most(); }
+  std::optional<Traffic> traffic_upper_bound() const override { return exchange_.upper_bound(); }
 
   // A rank's memory in an exchange by messages depends only on its profile: the number, lengths and contiguity of its
   // messages.
@@ -315,9 +315,9 @@ class MoveMemory : public StepMemory {
 
   // Emits all rounds of a reduce-scatter.
   void reduce_scatter(Sketch& sketch, int64_t position, int current, int next) {
-    const int64_t held = exchange_.num_held(position);
-    if (held == 0) return;
-    current = raised(sketch, current, held);
+    const int64_t num_held = exchange_.num_held(position);
+    if (num_held == 0) return;
+    current = raised(sketch, current, num_held);
     const Scattering& of_group = scattering(position);
     for (int64_t round = 0; round < step_.rounds; ++round) {
       const RunOfMessages& sent = of_group.rounds[round];

@@ -190,7 +190,7 @@ class PendingReduction {
       contributions.add(static_cast<int64_t>(m), {{current, part.slice(range.begin, range.end)}});
     }
     if (contributions.total_count() == 0) return;
-    contributions.place(b_, {.is_one_run = true});
+    contributions.choose_memory(b_, {.is_one_run = true});
     contributions.copy(b_);
     const Interval own_range = in_round({0, b_.count_of(next)}, round, step.rounds);
     const BufferRange result{next, own_range.begin, own_range.end - own_range.begin};

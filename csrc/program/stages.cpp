@@ -37,8 +37,8 @@ class Stages {
   };
   // The progress of a segment, as indices into changes_.
   struct Progress {
-    std::vector<size_t> places;  // its instructions
-    size_t input_copy = 0;       // the copy from the input
+    std::vector<size_t> change_of_step;  // its instructions
+    size_t input_copy = 0;               // the copy from the input
   };
 
   const SketchedSegment& of(int64_t segment) const { return segments_[segments_.size() == 1 ? 0 : segment]; }
@@ -52,9 +52,9 @@ class Stages {
       changes_.push_back({0, sketched.num_input_elements, 0});
     }
     const std::vector<int>& stages = sketched.sketch.stages();
-    while (progress.places.size() < stages.size() && stages[progress.places.size()] == stage) {
-      const int step = sketched.sketch.steps()[progress.places.size()];
-      progress.places.push_back(changes_.size());
+    while (progress.change_of_step.size() < stages.size() && stages[progress.change_of_step.size()] == stage) {
+      const int step = sketched.sketch.steps()[progress.change_of_step.size()];
+      progress.change_of_step.push_back(changes_.size());
       changes_.push_back({step, 0, 0});
     }
     if (stage == num_steps_) finish(sketched, progress, num_needed);
@@ -66,7 +66,7 @@ class Stages {
     const std::vector<Sketch::Buffer>& buffers = sketched.sketch.buffers();
     if (sketched.num_input_elements > 0) {
       const int last = buffers[0].last;
-      changes_[last < 0 ? progress.input_copy : progress.places[last]].ends += sketched.num_input_elements;
+      changes_[last < 0 ? progress.input_copy : progress.change_of_step[last]].ends += sketched.num_input_elements;
     }
     const bool copies = buffers[sketched.result].count > 0;
     if (copies) {
@@ -76,9 +76,9 @@ class Stages {
     for (size_t b = 1; b < buffers.size(); ++b) {
       const Sketch::Buffer& buffer = buffers[b];
       if (buffer.first < 0) continue;
-      changes_[progress.places[buffer.first]].begins += buffer.count;
+      changes_[progress.change_of_step[buffer.first]].begins += buffer.count;
       const bool is_copied = copies && static_cast<int>(b) == sketched.result;
-      changes_[is_copied ? changes_.size() - 1 : progress.places[buffer.last]].ends += buffer.count;
+      changes_[is_copied ? changes_.size() - 1 : progress.change_of_step[buffer.last]].ends += buffer.count;
     }
   }
 

@@ -31,7 +31,7 @@ class StepMemory {
   // Returns a rank's traffic if its peak depends on nothing else, else nullopt.
   virtual std::optional<Traffic> traffic_that_decides(Rank rank) const = 0;
   // Returns an upper bound on the traffic of every rank; nullopt if there is none.
-  virtual std::optional<Traffic> traffic_at_most() const = 0;
+  virtual std::optional<Traffic> traffic_upper_bound() const = 0;
 };
 
 // Return the memory of a step on one mesh (move_memory.cpp), and of a crossing (exchanges.cpp).

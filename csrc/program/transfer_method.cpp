@@ -36,10 +36,10 @@ DataMove data_move_of(const Step& step, const MeshExchange& exchange, MeshExchan
   if (k > kMaxGroupForPairs) return {TransferMethod::kMessages, {}};
   if (lowering.narrows_groups && !named_groups_only) {
     exchange.connect(group);
-    const size_t number = group.component_of[member];
-    const std::vector<size_t>& component = group.components[number];
+    const size_t component_index = group.component_of[member];
+    const std::vector<size_t>& component = group.components[component_index];
     if (component.size() == 1) return {};
-    return {transfer_method_of_exchange(component.size(), group.all_pairs_exchange[number], true), component};
+    return {transfer_method_of_exchange(component.size(), group.all_pairs_exchange[component_index], true), component};
   }
   if (k == 1) return {};
   return {transfer_method_of_exchange(k, exchange.all_exchange(group), false), {}};

@@ -85,7 +85,7 @@ int64_t Messages::staged_count(const Staging& staging) const {
   return count;
 }
 
-void Messages::place(ProgramBuilder& builder, const Staging& staging) {
+void Messages::choose_memory(ProgramBuilder& builder, const Staging& staging) {
   const std::optional<BufferRange> run = staging.is_one_run && staging.may_stay ? run_of_all() : std::nullopt;
   const int64_t staged = staged_count(staging);
   const bool makes_buffer = !run && staging.memory != Staging::Memory::kApart && (staged > 0 || staging.is_one_run);
@@ -157,8 +157,8 @@ void Messages::copy(ProgramBuilder& builder, int64_t except) const {
         if (item.tensor != tensor || message.range.buffer != staging) emit();
         tensor = item.tensor;
         staging = message.range.buffer;
-        append(boxes, side_ == Side::kSent ? item.elements.boxes(Place::local(), Place::packed(at))
-                                           : item.elements.boxes(Place::packed(at), Place::local()));
+        append(boxes, side_ == Side::kSent ? item.elements.boxes(CopySide::local(), CopySide::packed(at))
+                                           : item.elements.boxes(CopySide::packed(at), CopySide::local()));
       }
       at += item.elements.count();
     }
@@ -217,14 +217,15 @@ bool carries_own(TransferSet& set, TransferMethod transfer_method, const std::ve
 
 // Emits the local copies of elements that stay on this rank.
 void copy_own(ProgramBuilder& builder, const std::vector<OwnItem>& own) {
-  for (const OwnItem& item : own) builder.copy(item.from, item.to, item.elements.boxes(Place::local(), Place::local()));
+  for (const OwnItem& item : own)
+    builder.copy(item.from, item.to, item.elements.boxes(CopySide::local(), CopySide::local()));
 }
 
 // Lowers an all-gather. Every rank sends its whole buffer; the messages are received in the result or in staging
 // memory.
 void gather(ProgramBuilder& builder, TransferSet& set, const std::vector<OwnItem>& own, int64_t me) {
   check_invariant(own.size() == 1, "an all-gather has ", own.size(), " tensors instead of one");
-  set.receives.place(builder, {.is_one_run = true});
+  set.receives.choose_memory(builder, {.is_one_run = true});
   Messages everything(Messages::Side::kSent);
   everything.add_placed(me, builder.whole(own[0].from));
   const Ticket ticket = start(builder, set.group, everything, set.receives, TransferMethod::kAllGather);
@@ -243,8 +244,8 @@ void exchange(ProgramBuilder& builder, TransferSet set, TransferMethod transfer_
       transfer_method == TransferMethod::kAllGather || (transfer_method == TransferMethod::kAllToAll && own_may_travel);
   const bool own_travels = may_carry && carries_own(set, transfer_method, own, staging, me);
   if (transfer_method == TransferMethod::kAllGather) return gather(builder, set, own, me);
-  set.sends.place(builder, staging);
-  set.receives.place(builder, staging);
+  set.sends.choose_memory(builder, staging);
+  set.receives.choose_memory(builder, staging);
   set.sends.copy(builder);
   const Ticket ticket = start(builder, set, transfer_method);
   if (!own_travels) copy_own(builder, own);

@@ -4,14 +4,15 @@
 // `exchange` lowers the steps of plans, with or without rounds. Products lower one set for each chunk, and do other
 // work between the parts of the lowering:
 //
-//   1. Messages::place  chooses the memory of each message during the transfer: its tensor, if it is one run there and
-//                       may stay, or staging memory;
-//   2. Messages::copy   packs messages that are sent from staging memory;
-//   3. start            emits one instruction that starts the transfer;
+//   1. Messages::choose_memory  chooses the memory of each message during the transfer: its tensor, if it is one run
+//                               there and may stay, or staging memory;
+//   2. Messages::copy           packs messages that are sent from staging memory;
+//   3. start                    emits one instruction that starts the transfer;
 //   4. after a Wait, Messages::copy unpacks messages that were received into staging memory.
 //
-// Composed reductions place their messages themselves (Messages::add_placed), and only start them. transfer_method.h
-// chooses the collective or messages of a set. `start` emits all gathers, all-to-alls and messages of all programs.
+// Composed reductions choose the memory of their messages themselves (Messages::add_placed), and only start them.
+// transfer_method.h chooses the collective or messages of a set. `start` emits all gathers, all-to-alls and messages of
+// all programs.
 //
 // Example: this rank holds a 4 x 6 tensor in b0, and sends its rows [0, 2) to one peer and its columns [1, 3) to
 // another. The rows are the run b0[0:12] and stay there. The columns are not a run, and are packed into a new buffer
@@ -67,7 +68,7 @@ class Messages {
   void add(int64_t peer, std::vector<TransferItem> items) { messages_.push_back(message(peer, std::move(items))); }
   void insert(int64_t peer, std::vector<TransferItem> items);  // before greater peers
   // Adds a message whose memory is already `range`. Either all messages of one side are added this way or none; if all,
-  // `place` and `copy` have nothing to do.
+  // `choose_memory` and `copy` have nothing to do.
   void add_placed(int64_t peer, BufferRange range);
   // Removes the message of a peer, if there is one.
   void remove(int64_t peer);
@@ -83,7 +84,7 @@ class Messages {
   int64_t staged_count(const Staging& staging) const;
 
   // Chooses the memory of the messages, and creates the staging buffers.
-  void place(ProgramBuilder& builder, const Staging& staging);
+  void choose_memory(ProgramBuilder& builder, const Staging& staging);
 
   // Valid once placed:
   const BufferRange& range(size_t i) const { return messages_[i].range; }
@@ -117,7 +118,7 @@ class Messages {
   Side side_;
   BufferId tensor_;
   std::vector<Message> messages_;
-  BufferRange empty_run_;  // result of run() without messages or with empty ones; set by place() and add_placed()
+  BufferRange empty_run_;  // result of run() if no message has elements; set by choose_memory() and add_placed()
 };
 
 // All messages of one rank in one transfer.

@@ -166,10 +166,10 @@ class Tiles {
     tiles_ = tiles_of(o_, items_of(q_, o_.mask, buffers));
     const int64_t deepest = std::max(s.depth, s.value_depth);
     const bool takes_depths_apart = q_.is_cuda() && !uses_flash(deepest);
-    const int64_t depth = whole_words(takes_depths_apart ? s.depth : deepest);
+    const int64_t depth = padded_depth(takes_depths_apart ? s.depth : deepest);
     q_ = padded(q_, depth);
     k_ = padded(k_, depth);
-    v_ = padded(v_, takes_depths_apart ? whole_words(s.value_depth) : depth);
+    v_ = padded(v_, takes_depths_apart ? padded_depth(s.value_depth) : depth);
   }
 
   const std::vector<VisiblePart>& tiles() const { return tiles_; }
@@ -199,13 +199,13 @@ class Tiles {
 
  private:
   // Rounds the depth up to a multiple of 16 bytes, which device kernels load at once. Returns elements.
-  int64_t whole_words(int64_t depth) const {
+  int64_t padded_depth(int64_t depth) const {
     if (q_.is_cpu()) return depth;
     const int64_t items = 16 / q_.element_size();
     return ceil_divide(depth, items) * items;
   }
   // Returns true if flash attention computes the tiles. It supports no bias, and needs keys and values of one depth.
-  bool uses_flash(int64_t depth) const { return is_half(q_) && !o_.mask && whole_words(depth) <= 256; }
+  bool uses_flash(int64_t depth) const { return is_half(q_) && !o_.mask && padded_depth(depth) <= 256; }
 
   const Product& o_;
   const Buffers& buffers_;

@@ -63,19 +63,19 @@ Signature signature_of(const Plan& plan, const std::string& plan_bytes) {
           {"plan bytes", concat(plan_bytes.size(), " with hash ", bytes)}};
 }
 
-// Computes CompiledProgram::place_of_input: finds the interval of the destination that contains the input's only
+// Computes CompiledProgram::offset_of_input: finds the interval of the destination that contains the input's only
 // interval.
-std::optional<int64_t> place_of_input_in(const Plan& plan, Rank rank) {
+std::optional<int64_t> offset_of_input_in(const Plan& plan, Rank rank) {
   const std::optional<int64_t> from = plan.src.mesh().position_of(rank);
   const std::optional<int64_t> to = plan.dst.mesh().position_of(rank);
   const bool only_moves = plan.src.partial_dims().empty() && plan.dst.partial_dims().empty();
   if (plan.steps.size() != 1 || !only_moves || !from || !to) return std::nullopt;
   if (plan.src.ndim() != 1 || plan.dst.ndim() != 1) return std::nullopt;
   const IntervalList held = plan.src.region(*from)[0];
-  const IntervalList kept = plan.dst.region(*to)[0];
+  const IntervalList needed = plan.dst.region(*to)[0];
   if (held.size() != 1) return std::nullopt;
   int64_t position = 0;
-  for (const Interval& run : kept) {
+  for (const Interval& run : needed) {
     if (run.begin <= held[0].begin && held[0].end <= run.end) return position + held[0].begin - run.begin;
     position += run.end - run.begin;
   }
@@ -126,7 +126,7 @@ CompiledProgram::CompiledProgram(Program program, const std::vector<const Plan*>
     received_bytes_ += traffic_at(*plan, rank_).received_bytes;
     for (const Step& step : plan->steps) is_collective_ = is_collective_ || shardwright::communicates(step);
   }
-  if (plans.size() == 1) place_of_input_ = place_of_input_in(*plans.front(), rank_);
+  if (plans.size() == 1) offset_of_input_ = offset_of_input_in(*plans.front(), rank_);
   note_dtypes();
   note_instructions();
 }
@@ -162,7 +162,7 @@ void CompiledProgram::note_dtypes() {
     if (buffer.dtype != program_.dtype) {
       dtypes_[b] = scalar_type_of(buffer.dtype);
     } else if (buffer.role == BufferRole::kInput) {
-      usual_input_ = static_cast<int>(b);
+      dtype_input_ = static_cast<int>(b);
     }
   }
   const DTypeKind kind = program_.dtype.kind();
@@ -202,10 +202,10 @@ void CompiledProgram::note_instructions() {
 // first tensor.
 at::TensorOptions CompiledProgram::options_like(c10::ArrayRef<at::Tensor> tensors) const {
   if (tensors.empty()) return at::TensorOptions().device(at::kCPU).dtype(scalar_type_of(program_.dtype));
-  const bool is_usual = usual_input_ >= 0;
+  const bool has_own_dtype = dtype_input_ >= 0;
   const at::TensorOptions options =
-      tensors[is_usual ? usual_input_ : 0].options().requires_grad(false).memory_format(std::nullopt);
-  return is_usual ? options : options.dtype(scalar_type_of(program_.dtype));
+      tensors[has_own_dtype ? dtype_input_ : 0].options().requires_grad(false).memory_format(std::nullopt);
+  return has_own_dtype ? options : options.dtype(scalar_type_of(program_.dtype));
 }
 
 at::ScalarType scalar_type_of(DType dtype) {
@@ -280,14 +280,15 @@ void CompiledProgram::check_tensors(c10::ArrayRef<at::Tensor> tensors) const {
     const Buffer& buffer = program_.buffers[i];
     TORCH_CHECK_VALUE(tensor.sizes().equals(buffer.shape), which(), " must have shape ", c10::IntArrayRef(buffer.shape),
                       " on rank ", rank_, ", got ", tensor.sizes(), " (", origin_->text(), ")");
-    // True if the tensor must have the dtype of input `usual_input_`, which may be any dtype of the same size.
-    const bool is_usual = dtypes_[i] == at::ScalarType::Undefined && usual_input_ >= 0;
-    const bool has_dtype = is_usual ? static_cast<int64_t>(tensor.element_size()) == program_.dtype.size_bytes() &&
-                                          tensor.scalar_type() == tensors[usual_input_].scalar_type()
-                                    : tensor.scalar_type() == scalar_type_of(buffer.dtype);
-    const bool follows = is_usual && static_cast<int64_t>(i) != usual_input_;
+    // True if the buffer has the program's own dtype: the tensor must have the dtype of input `dtype_input_`, which may
+    // be any dtype of the same size.
+    const bool has_own_dtype = dtypes_[i] == at::ScalarType::Undefined && dtype_input_ >= 0;
+    const bool has_dtype = has_own_dtype ? static_cast<int64_t>(tensor.element_size()) == program_.dtype.size_bytes() &&
+                                               tensor.scalar_type() == tensors[dtype_input_].scalar_type()
+                                         : tensor.scalar_type() == scalar_type_of(buffer.dtype);
+    const bool follows = has_own_dtype && static_cast<int64_t>(i) != dtype_input_;
     TORCH_CHECK_VALUE(has_dtype, which(), " must have dtype ",
-                      follows ? concat(name(tensors[usual_input_]), ", as input ", usual_input_) : buffer.dtype.name(),
+                      follows ? concat(name(tensors[dtype_input_]), ", as input ", dtype_input_) : buffer.dtype.name(),
                       ", got ", name(tensor));
     TORCH_CHECK_VALUE(tensor.device() == tensors[0].device(), which(), " must be on the device of the first input, ",
                       tensors[0].device(), ", got ", tensor.device());

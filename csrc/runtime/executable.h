@@ -116,21 +116,21 @@ class CompiledProgram {
   // Returns the offset of this rank's input in its output, in elements, if the plan is one step that only moves a 1-D
   // tensor and the input stays one contiguous range. Such a plan may run in place: the output's memory may already hold
   // the input at that offset.
-  std::optional<int64_t> place_of_input() const { return place_of_input_; }
+  std::optional<int64_t> offset_of_input() const { return offset_of_input_; }
 
   // Throws c10::ValueError for the first input or destination with a wrong shape, dtype or device. Tensors for buffers
   // of the program's own dtype may have any dtype of the same size, but all must have the same dtype.
   void check_tensors(c10::ArrayRef<at::Tensor> tensors) const;
   // Returns the options for buffers of the program's own dtype, in a run with these tensors.
   at::TensorOptions options_like(c10::ArrayRef<at::Tensor> tensors) const;
-  // Returns the options of a buffer. `usual`: the result of options_like.
-  at::TensorOptions options_of(int buffer, const at::TensorOptions& usual) const {
-    return dtypes_[buffer] == at::ScalarType::Undefined ? usual : usual.dtype(dtypes_[buffer]);
+  // Returns the options of a buffer. `like`: the result of options_like.
+  at::TensorOptions options_of(int buffer, const at::TensorOptions& like) const {
+    return dtypes_[buffer] == at::ScalarType::Undefined ? like : like.dtype(dtypes_[buffer]);
   }
 
  private:
   void note_order();         // fills order_of_transfers_ and orders_a_transfer_
-  void note_dtypes();        // fills dtypes_, usual_input_ and is_sent_as_bytes_
+  void note_dtypes();        // fills dtypes_, dtype_input_ and is_sent_as_bytes_
   void note_instructions();  // fills copies_ and all indices of instructions
 
   Program program_;
@@ -142,9 +142,9 @@ class CompiledProgram {
   std::vector<bool> orders_a_transfer_;             // by instruction: see orders_a_transfer
   std::vector<std::optional<StridedCopy>> copies_;  // by instruction: see copy
   std::vector<at::ScalarType> dtypes_;              // by buffer; Undefined for the program's own dtype
-  int usual_input_ = -1;                            // the first input of the program's own dtype; -1: none
+  int dtype_input_ = -1;  // the first input of the program's own dtype, which sets the dtype of a run; -1: none
   int64_t received_bytes_ = 0;
-  std::optional<int64_t> place_of_input_;
+  std::optional<int64_t> offset_of_input_;
   int flagged_product_ = -1;
   BufferId flagged_result_ = kMissingBuffer;
   int last_communication_ = -1;

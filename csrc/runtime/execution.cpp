@@ -185,10 +185,11 @@ void Execution::wait_for_end() {
 void Execution::check_capture() const {
   const bool captures = is_capturing(device_);
   TORCH_CHECK(captures == started_in_capture_, "shardwright: rank ", compiled_.rank(),
-              captures ? " waits in a graph capture for an asynchronous redistribute that was started before the "
-                         "capture; wait for it before the capture begins"
-                       : " waits after a graph capture for an asynchronous redistribute that was started in the "
-                         "capture; wait for it before the capture ends",
+              captures
+                  ? " waits in a graph capture for a redistribute that was started before the capture. Wait for it "
+                    "before the capture begins"
+                  : " waits after a graph capture for a redistribute that was started in the capture. Wait for it "
+                    "before the capture ends",
               " (", compiled_.origin().text(), ")");
 }
 
@@ -346,11 +347,11 @@ void Execution::execute(const Operation& operation, int index) {
 
 // Compares addresses, not storages: all views of an arena have the same storage, wherever they are in it.
 bool Execution::has_input_in_place(BufferId dst) const {
-  const std::optional<int64_t> place = compiled_.place_of_input();
+  const std::optional<int64_t> offset = compiled_.offset_of_input();
   const at::Tensor& input = buffers_[kInputBuffer];
-  if (!place || input.numel() == 0) return false;
+  if (!offset || input.numel() == 0) return false;
   const auto* begin = static_cast<const char*>(buffers_[dst].const_data_ptr());
-  return input.const_data_ptr() == begin + *place * static_cast<int64_t>(input.element_size());
+  return input.const_data_ptr() == begin + *offset * static_cast<int64_t>(input.element_size());
 }
 
 // Divides a range in place. Integers become floating-point instead, in a new output.

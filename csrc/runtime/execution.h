@@ -131,7 +131,7 @@ class Execution {
   // Return a range of a buffer: as a flat tensor, or the address of its first element.
   at::Tensor range(const BufferRange& range) const;
   char* data(const BufferRange& range) const;
-  // True if buffer `dst` already holds the input at its place (CompiledProgram::place_of_input), so that no copy is
+  // True if buffer `dst` already holds the input at its offset (CompiledProgram::offset_of_input), so that no copy is
   // needed.
   bool has_input_in_place(BufferId dst) const;
   // Returns a range as process groups transfer it: as bytes if they do not support the dtype.

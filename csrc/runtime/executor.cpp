@@ -131,13 +131,14 @@ void check_out(const CompiledProgram& compiled, const at::Tensor& input, const a
                     "out must have the input's dtype and device, ", c10::toString(input.scalar_type()), " on ",
                     input.device(), ", got ", c10::toString(out.scalar_type()), " on ", out.device());
   if (!out.is_alias_of(input) || input.numel() == 0) return;
-  const std::optional<int64_t> place = compiled.place_of_input();
+  const std::optional<int64_t> offset = compiled.offset_of_input();
   const auto item_bytes = static_cast<int64_t>(out.element_size());
-  const bool is_in_place = place && input.is_contiguous() &&
+  const bool is_in_place = offset && input.is_contiguous() &&
                            static_cast<const char*>(input.const_data_ptr()) ==
-                               static_cast<const char*>(out.const_data_ptr()) + *place * item_bytes;
-  TORCH_CHECK_VALUE(is_in_place, "out must not share memory with the input, except in a one-step gather of a 1-D ",
-                    "tensor whose input is at its final offset in out, got another overlap");
+                               static_cast<const char*>(out.const_data_ptr()) + *offset * item_bytes;
+  TORCH_CHECK_VALUE(
+      is_in_place, "out must not share memory with the input, got two views of one storage. Only a one-step gather of ",
+      "a 1-D tensor may have its input in out, at its final offset");
 }
 
 // On CPU: runs the instructions before `until` on this thread, and leaves the rest to the progress thread.

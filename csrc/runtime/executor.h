@@ -56,7 +56,7 @@ at::Tensor run(const ExecutablePtr& executable, const at::Tensor& input);
 
 // Like `run`, but writes to `out`, which must be contiguous and have the output's shape and the input's dtype and
 // device. `out` must not share memory with the input, except in a gather in place: there the input is the part of `out`
-// that holds the same elements afterwards (CompiledProgram::place_of_input). Throws c10::ValueError otherwise.
+// that holds the same elements afterwards (CompiledProgram::offset_of_input). Throws c10::ValueError otherwise.
 void run_into(const ExecutablePtr& executable, const at::Tensor& input, const at::Tensor& out);
 
 // Throws c10::ValueError if `out` does not meet the requirements of run_into.

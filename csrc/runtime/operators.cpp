@@ -89,7 +89,7 @@ class UnderWay {
     WorkPtr work;  // null if nothing is pending
   };
 
-  // Stores a transfer and returns its number.
+  // Stores a transfer and returns its handle.
   int64_t add(Transfer transfer) {
     const std::lock_guard<std::mutex> lock(mutex_);
     transfers_.emplace(next_, std::move(transfer));
@@ -97,10 +97,10 @@ class UnderWay {
   }
 
   // Removes a transfer and returns it. Throws c10::ValueError if it is not under way.
-  Transfer take(int64_t number) {
+  Transfer take(int64_t handle) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    const auto found = transfers_.find(number);
-    TORCH_CHECK_VALUE(found != transfers_.end(), "handle must be of a redistribute under way, got number ", number,
+    const auto found = transfers_.find(handle);
+    TORCH_CHECK_VALUE(found != transfers_.end(), "handle must be of a redistribute under way, got number ", handle,
                       "; wait for each handle once, in the process that started it");
     Transfer transfer = std::move(found->second);
     transfers_.erase(found);
@@ -332,19 +332,19 @@ std::shared_ptr<const CompiledProgram> compile_text(const std::string& text, Ran
 }  // namespace
 
 std::shared_ptr<const CompiledProgram> compiled_of(const std::string& text, Rank rank) {
-  static auto* kept = new BoundedCache<std::string, std::shared_ptr<const CompiledProgram>>(kMaxExecutables);
-  return kept->get_or_make(key_of(text, {}, to_int(rank)), [&] { return compile_text(text, rank); });
+  static auto* cache = new BoundedCache<std::string, std::shared_ptr<const CompiledProgram>>(kMaxExecutables);
+  return cache->get_or_make(key_of(text, {}, to_int(rank)), [&] { return compile_text(text, rank); });
 }
 
 ExecutablePtr executable_of(const std::string& plan, const std::vector<std::string>& groups, int64_t rank) {
   // Executables hold their groups weakly.
-  static auto* kept = new BoundedCache<std::string, ExecutablePtr>(kMaxExecutables);
+  static auto* cache = new BoundedCache<std::string, ExecutablePtr>(kMaxExecutables);
   std::vector<RankGroupPtr> found_groups;
   for (const std::string& name : groups) found_groups.push_back(group_named(name));
   const auto make = [&] { return std::make_shared<const Executable>(compiled_of(plan, Rank{rank}), found_groups); };
   const auto is_bound = [&](const ExecutablePtr& e) { return e->groups() == found_groups; };
   try {
-    return kept->get_or_make(key_of(plan, groups, rank), make, is_bound);
+    return cache->get_or_make(key_of(plan, groups, rank), make, is_bound);
   } catch (const UserError& error) {
     C10_THROW_ERROR(ValueError, error.what());
   }

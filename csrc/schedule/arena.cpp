@@ -30,8 +30,8 @@ int64_t smallest_gap(const std::vector<std::pair<int64_t, int64_t>>& taken, int6
 }
 
 // Places buffers one by one in this order, as described in the header. `sizes` are aligned.
-ArenaLayout place_in_order(const std::vector<Lifetime>& buffers, const std::vector<int64_t>& sizes,
-                           const std::vector<size_t>& order) {
+ArenaLayout first_fit(const std::vector<Lifetime>& buffers, const std::vector<int64_t>& sizes,
+                      const std::vector<size_t>& order) {
   ArenaLayout layout;
   layout.offsets.resize(buffers.size());
   std::vector<size_t> placed;
@@ -82,7 +82,7 @@ ArenaLayout lay_out(const std::vector<Lifetime>& buffers, int64_t alignment_byte
     std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) {
       return std::make_pair(key(a), buffers[a].first) < std::make_pair(key(b), buffers[b].first);
     });
-    ArenaLayout layout = place_in_order(buffers, sizes, order);
+    ArenaLayout layout = first_fit(buffers, sizes, order);
     if (layout.size_bytes < best.size_bytes) best = std::move(layout);
   };
   attempt(by_begin);

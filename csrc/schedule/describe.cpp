@@ -90,11 +90,11 @@ bool is_longest(const std::vector<Use>& uses, int use, int weight) {
   return true;
 }
 
-// Returns the line of a use. `number` is the number of earlier uses with the same weights and pass.
-std::string use_text(const StepSchedule& s, int use, int number) {
+// Returns the line of a use. `num_earlier` is the number of earlier uses with the same weights and pass.
+std::string use_text(const StepSchedule& s, int use, int num_earlier) {
   const Use& u = s.uses[use];
   std::string line = concat(use, ". ", pass_name(u.pass), " ", u.weights.empty() ? "nothing" : names(s, u.weights));
-  if (number > 0) line += concat(" (use ", number + 1, ")");
+  if (num_earlier > 0) line += concat(" (use ", num_earlier + 1, ")");
   const auto add = [&](const char* what, const std::string& who) {
     if (!who.empty()) line += concat("; ", what, " ", who);
   };

@@ -167,15 +167,15 @@ std::string lanes_text(const StepSchedule& s, int width) {
   std::string transfers(width, ' ');
   std::string fetches(width, ' ');
   std::string sends(width, ' ');
-  // Fills the columns of a span with the last digit of `number`, or with * if it is negative.
-  const auto mark = [&](std::string& row, const LaneSpan& span, int number) {
+  // Fills the columns of a span with the last digit of `index`, or with * if it is negative.
+  const auto mark = [&](std::string& row, const LaneSpan& span, int index) {
     if (lanes.total_ps == 0 || span.end_ps == span.begin_ps) return;
     const auto column = [&](int64_t ps) {
       return static_cast<int>(static_cast<double>(ps) / static_cast<double>(lanes.total_ps) * width);
     };
     const int first = std::min(column(span.begin_ps), width - 1);
     const int last = std::clamp(column(span.end_ps), first + 1, width);
-    std::fill(row.begin() + first, row.begin() + last, static_cast<char>(number < 0 ? '*' : '0' + number % 10));
+    std::fill(row.begin() + first, row.begin() + last, static_cast<char>(index < 0 ? '*' : '0' + index % 10));
   };
   for (size_t i = 0; i < s.uses.size(); ++i) mark(compute, lanes.uses[i], static_cast<int>(i));
   for (size_t g = 0; g < s.gathers.size(); ++g) mark(transfers, lanes.gathers[g], s.gathers[g].weight);

@@ -151,8 +151,9 @@ class RelaySearch {
     return std::clamp<int64_t>(members * size / std::max<int64_t>(overlaps, 1), 1, size);
   }
 
-  // Returns the layouts of a shape's relays, in order from many() to few(); nullopt if there are none.
-  std::optional<std::vector<Layout>> relays_in(const RelayShapes::Shape& shape, int64_t few, int64_t members) const {
+  // Returns the layouts of a shape's relays, the ones next to many() first; nullopt if there are none.
+  std::optional<std::vector<Layout>> relays_in(const RelayShapes::Shape& shape, int64_t ranks_of_few,
+                                               int64_t members) const {
     std::vector<Layout> all;
     const auto add = [&](int64_t block, int64_t ranks_per_node) {
       std::optional<Layout> relays = relays_in_blocks(all.empty() ? many() : all.back(), block, ranks_per_node);
@@ -164,7 +165,8 @@ class RelaySearch {
       const int64_t ranks = topology_.ranks_per_node;
       if (!add(i > 1 ? min_block_size(ranks, shape.levels_inside) : ranks, ranks)) return std::nullopt;
     }
-    const int64_t messages = messages_of_relays(few, all.empty() ? members : all.back().mesh().size(), shape.levels);
+    const int64_t messages =
+        messages_of_relays(ranks_of_few, all.empty() ? members : all.back().mesh().size(), shape.levels);
     for (int64_t i = 1; i < shape.levels; ++i) {
       if (!add(messages + 1, 0)) return std::nullopt;
     }

@@ -57,7 +57,7 @@ Layout without(const Layout& layout, MeshDimSet mesh_dims) {
 // Returns the union of disjoint ascending lists.
 IntervalList together(const std::vector<Interval>& all) {
   IntervalList list;
-  for (const Interval& interval : sorted_by_place(all)) append(list, interval);
+  for (const Interval& interval : sorted_by_begin(all)) append(list, interval);
   return list;
 }
 
@@ -137,9 +137,9 @@ class Blocks {
     std::vector<std::vector<int64_t>> nodes(size);
     if (ranks_per_node_ == 0) return nodes;
     for (int64_t p = 0; p < layout_.mesh().size(); ++p) {
-      const Grid::PartReplica replica_place = grid_.part_replica_at(p);
+      const Grid::PartReplica part_replica = grid_.part_replica_at(p);
       const int64_t member =
-          axis.tensor_dim == kReplicas ? replica_place.replica : grid_.shards_of(replica_place.part)[axis.tensor_dim];
+          axis.tensor_dim == kReplicas ? part_replica.replica : grid_.shards_of(part_replica.part)[axis.tensor_dim];
       nodes[member].push_back(to_int(layout_.mesh().rank_at(Position{p})) / ranks_per_node_);
     }
     return nodes;

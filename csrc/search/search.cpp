@@ -130,7 +130,7 @@ class Search {
     make_nodes();
     while (true) {
       const int next = cheapest_open();
-      if (next < 0 && !goes_the_long_way_) {
+      if (next < 0 && !allows_slow_moves_) {
         allow_slow_moves();
         continue;
       }
@@ -299,7 +299,7 @@ class Search {
   // Moves whose counts take long to compute are skipped unless there is no other sequence (allow_slow_moves). Then such
   // moves are allowed if they start with the source's cuts and lead to the goal or keep the cuts.
   bool is_left_out(int from, int to) {
-    if (goes_the_long_way_ && holds_as_source(from) && (to == kGoal || holds_as_source(to))) return false;
+    if (allows_slow_moves_ && holds_as_source(from) && (to == kGoal || holds_as_source(to))) return false;
     return table_.takes_long(nodes_[from].state, nodes_[to].state);
   }
 
@@ -309,7 +309,7 @@ class Search {
   // Called when no open node is left. Reopens the nodes with the source's cuts, and adds the node with these cuts and
   // all reductions done.
   void allow_slow_moves() {
-    goes_the_long_way_ = true;
+    allows_slow_moves_ = true;
     MoveTable::State reduced = nodes_[kSource].state;
     reduced.partial_dims = pending_;
     const bool is_known =
@@ -415,7 +415,7 @@ class Search {
   Latency latency_;
   int64_t item_;  // size of an element in bytes
   std::vector<Node> nodes_;
-  bool goes_the_long_way_ = false;    // allow_slow_moves() has been called
+  bool allows_slow_moves_ = false;    // allow_slow_moves() has been called
   std::vector<int> nearest_first_;    // all nodes but the source, by ascending to_go
   using Open = std::pair<Cost, int>;  // bound on the total cost, node
   std::priority_queue<Open, std::vector<Open>, std::greater<>> open_;

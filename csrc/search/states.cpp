@@ -47,7 +47,7 @@ class States {
     }
     MoveTable::State uncut{std::vector<int>(src_.ndim()), {}, {}, 1};
     for (int t = 0; t < src_.ndim(); ++t) {
-      uncut.lists[t] = table_.number(t, {});
+      uncut.lists[t] = table_.list_index(t, {});
       uncut.elements *= table_.first_length(t, uncut.lists[t]);
     }
     combine(uncut, 0);
@@ -59,8 +59,8 @@ class States {
   // these dims have too few equal parts for all mesh dims.
   void choose_even_ones() {
     for (int t = 0; t < src_.ndim(); ++t) {
-      is_even_.push_back(table_.has_equal_parts(t, table_.number(t, src_.cuts(t))) &&
-                         table_.has_equal_parts(t, table_.number(t, goal_.cuts(t))));
+      is_even_.push_back(table_.has_equal_parts(t, table_.list_index(t, src_.cuts(t))) &&
+                         table_.has_equal_parts(t, table_.list_index(t, goal_.cuts(t))));
     }
     int64_t ranks_without_part = 1;
     for (const int d : mesh_dims_) ranks_without_part *= mesh_.dim_size(d);
@@ -70,17 +70,17 @@ class States {
     if (ranks_without_part > 1) is_even_.assign(src_.ndim(), false);
   }
 
-  // Adds a list of cuts. Returns false if the list is excluded or makes the same parts as an earlier list; then longer
-  // lists that begin with it need not be tried.
-  bool add(int t, const std::vector<Cut>& cuts) {
-    const int number = table_.number(t, cuts);
-    if (!table_.has_digits(t, number)) {
-      const bool is_wanted = !is_even_[t] || (lists_all_ && table_.has_equal_parts(t, number));
+  // Adds a list of cuts for tensor dim t. Returns false if the list is excluded or makes the same parts as an earlier
+  // list; then longer lists that begin with it need not be tried.
+  bool add_list(int t, const std::vector<Cut>& cuts) {
+    const int list = table_.list_index(t, cuts);
+    if (!table_.has_digits(t, list)) {
+      const bool is_wanted = !is_even_[t] || (lists_all_ && table_.has_equal_parts(t, list));
       if (!is_wanted || !has_few_pieces(src_.shape()[t], cuts)) return false;
     }
     std::vector<int>& lists = lists_.back();
-    if (std::find(lists.begin(), lists.end(), number) != lists.end()) return false;
-    lists.push_back(number);
+    if (std::find(lists.begin(), lists.end(), list) != lists.end()) return false;
+    lists.push_back(list);
     return true;
   }
 
@@ -99,7 +99,7 @@ class States {
 
   // Adds every list of cuts of a tensor dim that begins with `cuts`.
   void list_all(int t, const std::vector<Cut>& cuts, const std::vector<int>& unused) {
-    if (!add(t, cuts)) return;
+    if (!add_list(t, cuts)) return;
     for (const int d : unused) {
       std::vector<int> rest;
       std::copy_if(unused.begin(), unused.end(), std::back_inserter(rest), [&](int other) { return other != d; });
@@ -208,7 +208,7 @@ class States {
       for (int d = 0; d < mesh_.ndim(); ++d) {
         if (roles[d] == Role::kInnermost) cuts.push_back({d, 1});
       }
-      add(t, cuts);
+      add_list(t, cuts);
     }
   }
 

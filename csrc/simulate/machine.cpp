@@ -32,9 +32,9 @@ void divide_box(const Box& box, std::vector<double>& dst, double divisor) {
   if (divisor == 1) return;
   std::vector<int64_t> at(box.sizes.size(), 0);
   while (true) {
-    int64_t place = box.dst_offset;
-    for (size_t d = 0; d < at.size(); ++d) place += at[d] * box.dst_strides[d];
-    dst[place] /= divisor;
+    int64_t offset = box.dst_offset;
+    for (size_t d = 0; d < at.size(); ++d) offset += at[d] * box.dst_strides[d];
+    dst[offset] /= divisor;
     size_t d = at.size();
     while (d > 0 && ++at[d - 1] == box.sizes[d - 1]) at[--d] = 0;
     if (d == 0) return;

@@ -97,7 +97,7 @@ std::optional<IntervalList> united(const std::vector<const IntervalList*>& lists
   for (const IntervalList* list : lists) all.insert(all.end(), list->begin(), list->end());
   IntervalList out;
   int64_t end = 0;
-  for (const Interval& interval : sorted_by_place(all)) {
+  for (const Interval& interval : sorted_by_begin(all)) {
     if (interval.begin < end) return std::nullopt;
     append(out, interval);
     end = interval.end;
@@ -163,25 +163,25 @@ struct OfOneDim {
 // Finds the cuts, given the part of each dim at each combination of coordinates.
 class Fit {
  public:
-  Fit(const Holdings& held, const std::vector<int64_t>& dims, std::vector<std::optional<Parts>> parts)
-      : held_(held), dims_(dims), parts_(std::move(parts)), cut_of_(held.mesh_dims.size(), kFree) {}
+  Fit(const Holdings& holdings, const std::vector<int64_t>& dims, std::vector<std::optional<Parts>> parts)
+      : held_(holdings), dims_(dims), parts_(std::move(parts)), cut_of_(holdings.mesh_dims.size(), kFree) {}
 
   // First finds the dim that each mesh dim must cut: the dim whose part depends on the mesh dim. Then tries all ways to
   // assign the mesh dims that no part depends on.
   std::variant<std::vector<std::vector<Cut>>, NoFit> run() {
-    NoFit torn;  // the mesh dims that several dims depend on
+    NoFit conflicts;  // the mesh dims that several dims depend on
     for (size_t x = 0; x < cut_of_.size(); ++x) {
       const std::vector<size_t> depending = dims_that_depend_on(held_.mesh_dims[x]);
       const std::string& name = held_.mesh.dim_names()[static_cast<size_t>(held_.mesh_dims[x])];
       if (depending.size() > 1) {
-        torn.reason = concat("mesh dim '", name, "' would have to cut both dim ", depending[0], " and dim ",
-                             depending[1], " of (", join(dims_), ")");
-        torn.to_split.push_back(held_.mesh_dims[x]);
+        conflicts.reason = concat("mesh dim '", name, "' would have to cut both dim ", depending[0], " and dim ",
+                                  depending[1], " of (", join(dims_), ")");
+        conflicts.to_split.push_back(held_.mesh_dims[x]);
       }
       if (depending.size() == 1) cut_of_[x] = static_cast<int>(depending[0]);
       if (depending.empty() && is_same_at_all(held_.mesh_dims[x])) cut_of_[x] = kNothing;
     }
-    if (!torn.to_split.empty()) return torn;
+    if (!conflicts.to_split.empty()) return conflicts;
     std::vector<std::vector<Cut>> cuts;
     if (assign_from(0, cuts)) return cuts;
     // A mesh dim whose coordinates all hold the same elements may still need a cut, for the order of the elements.
@@ -318,9 +318,9 @@ std::optional<Holdings> holdings_of(const Mesh& mesh, const std::vector<int64_t>
                                     const std::vector<std::vector<Cut>>& cuts) {
   MeshDimSet set;
   for (const std::vector<Cut>& list : cuts) set = set | dims_of(list);
-  Holdings held{mesh, set.to_vector(), positions_along(mesh, set.to_vector()), {}};
+  Holdings holdings{mesh, set.to_vector(), positions_along(mesh, set.to_vector()), {}};
   int64_t left = kMaxIntervalsCompared;
-  for (const int64_t position : held.positions) {
+  for (const int64_t position : holdings.positions) {
     IntervalList list{{0, 1}};
     for (size_t t = 0; t < dims.size(); ++t) {
       const IntervalList part = part_at(mesh, dims[t], cuts[t], position);
@@ -333,29 +333,29 @@ std::optional<Holdings> holdings_of(const Mesh& mesh, const std::vector<int64_t>
     }
     left -= static_cast<int64_t>(list.size());
     if (left < 0) return std::nullopt;
-    held.lists.push_back(std::move(list));
+    holdings.lists.push_back(std::move(list));
   }
-  return held;
+  return holdings;
 }
 
-std::variant<std::vector<std::vector<Cut>>, NoFit> fitting_cuts(const Holdings& held,
+std::variant<std::vector<std::vector<Cut>>, NoFit> fitting_cuts(const Holdings& holdings,
                                                                 const std::vector<int64_t>& dims) {
   if (dims.empty()) return NoFit{"a tensor without dims cannot be cut", {}};
   std::vector<std::optional<Parts>> parts;
-  for (size_t i = 0; i < held.lists.size(); ++i) {
-    if (held.lists[i].empty()) {
+  for (size_t i = 0; i < holdings.lists.size(); ++i) {
+    if (holdings.lists[i].empty()) {
       parts.emplace_back();
       continue;
     }
-    parts.push_back(parts_of(held.lists[i], dims));
+    parts.push_back(parts_of(holdings.lists[i], dims));
     if (!parts.back()) {
-      return NoFit{concat("rank ", held.mesh.rank_at(Position{held.positions[i]}), " holds the elements ",
-                          shown(held.lists[i]), " of the ", elements_of(dims, 0), " that become (", join(dims),
+      return NoFit{concat("rank ", holdings.mesh.rank_at(Position{holdings.positions[i]}), " holds the elements ",
+                          shown(holdings.lists[i]), " of the ", elements_of(dims, 0), " that become (", join(dims),
                           "), which are not a product of parts of these dims"),
                    {}};
     }
   }
-  return Fit(held, dims, std::move(parts)).run();
+  return Fit(holdings, dims, std::move(parts)).run();
 }
 
 }  // namespace shardwright

@@ -35,10 +35,11 @@ struct NoFit {
   std::vector<int> to_split;  // mesh dims that would have to cut several dims; cuts may fit once these are split
 };
 
-// Returns cuts of each of `dims` that give every rank exactly its elements in `held`, in their order, or the reason why
-// there are none. Tries all assignments of mesh dims to dims, all orders of the mesh dims that cut one dim, and all
+// Returns cuts of each of `dims` that give every rank exactly its elements in `holdings`, in their order, or the reason
+// why there are none. Tries all assignments of mesh dims to dims, all orders of the mesh dims that cut one dim, and all
 // rules (layout/cut_rule.h), chunks and strided rules first. A rule that is no partition is found only if it is the
 // only cut of its dim.
-std::variant<std::vector<std::vector<Cut>>, NoFit> fitting_cuts(const Holdings& held, const std::vector<int64_t>& dims);
+std::variant<std::vector<std::vector<Cut>>, NoFit> fitting_cuts(const Holdings& holdings,
+                                                                const std::vector<int64_t>& dims);
 
 }  // namespace shardwright

@@ -95,7 +95,7 @@ bool covers(const Division& division) {
   for (const IntervalList& part : division.parts) all.insert(all.end(), part.begin(), part.end());
   if (static_cast<int64_t>(all.size()) > CutRule::kMaxRuns) return false;
   int64_t covered = 0;
-  for (const Interval& interval : sorted_by_place(all)) {
+  for (const Interval& interval : sorted_by_begin(all)) {
     if (interval.begin > covered) return false;
     covered = std::max(covered, interval.end);
   }

@@ -88,12 +88,12 @@ class GroupView {
   // Adds the cuts of the group to the result. Returns the reason if there are none.
   std::optional<std::string> solve(Result& result) const {
     if (mesh_dims().empty() || keep(result) || move_digits(result)) return std::nullopt;
-    const std::optional<Holdings> held = holdings_of(mesh_, src_, cuts_);
-    if (!held) {
+    const std::optional<Holdings> holdings = holdings_of(mesh_, src_, cuts_);
+    if (!holdings) {
       return concat("comparing the parts of (", join(src_), ") and (", join(dst_), ") takes more than ",
                     kMaxIntervalsCompared, " intervals");
     }
-    auto found = fitting_cuts(*held, dst_);
+    auto found = fitting_cuts(*holdings, dst_);
     if (const auto* cuts = std::get_if<std::vector<std::vector<Cut>>>(&found)) {
       for (size_t j = 0; j < dst_.size(); ++j) {
         for (const Cut& c : (*cuts)[j]) result.cuts[first_ + j].push_back({c.mesh_dim, 0, c.rule});
@@ -101,7 +101,7 @@ class GroupView {
       return std::nullopt;
     }
     const NoFit& none = std::get<NoFit>(found);
-    if (none.to_split.size() == 1 && fit_split(*held, none.to_split[0], result)) return std::nullopt;
+    if (none.to_split.size() == 1 && fit_split(*holdings, none.to_split[0], result)) return std::nullopt;
     return none.reason;
   }
 
@@ -115,7 +115,7 @@ class GroupView {
 
   // Finds cuts on the mesh with the mesh dim `split` split in two, for each way to factor its size. Positions on such a
   // mesh equal positions on the mesh itself. Returns false if there are no such cuts.
-  bool fit_split(const Holdings& held, int split, Result& result) const {
+  bool fit_split(const Holdings& holdings, int split, Result& result) const {
     const int64_t k = mesh_.dim_size(split);
     for (int64_t outer = 2; outer < k; ++outer) {
       if (k % outer != 0) continue;
@@ -129,11 +129,11 @@ class GroupView {
       for (size_t i = 0; i < names.size(); ++i) names[i] = std::to_string(i);
       const Mesh fine(names, sizes);
       std::vector<int> mesh_dims;
-      for (const int d : held.mesh_dims) {
+      for (const int d : holdings.mesh_dims) {
         mesh_dims.push_back(d + (d > split ? 1 : 0));
         if (d == split) mesh_dims.push_back(d + 1);
       }
-      const auto found = fitting_cuts({fine, mesh_dims, held.positions, held.lists}, dst_);
+      const auto found = fitting_cuts({fine, mesh_dims, holdings.positions, holdings.lists}, dst_);
       const auto* cuts = std::get_if<std::vector<std::vector<Cut>>>(&found);
       if (cuts == nullptr) continue;
       for (size_t j = 0; j < dst_.size(); ++j) {
@@ -187,7 +187,7 @@ class GroupView {
     std::vector<std::vector<NewDigit>> by_dim(dst_.size());
     std::map<int, std::vector<int64_t>> pieces;
     for (const Digit& digit : digits) {
-      if (!place(digit, by_dim, pieces[digit.mesh_dim])) return false;
+      if (!assign(digit, by_dim, pieces[digit.mesh_dim])) return false;
     }
     for (size_t j = 0; j < dst_.size(); ++j) result.cuts[first_ + j] = cuts_of(dst_[j], std::move(by_dim[j]));
     for (auto& [mesh_dim, sizes] : pieces) {
@@ -199,7 +199,7 @@ class GroupView {
   // Assigns a digit of the flattened group's index to the new dims, and appends the radices of its parts to `pieces`. A
   // digit that crosses a dim boundary is split: with (64) on tp=8 viewed as (4, 16), the digit of radix 8 becomes
   // digits of radix 4 and 2. Returns false if the radices do not divide.
-  bool place(const Digit& digit, std::vector<std::vector<NewDigit>>& by_dim, std::vector<int64_t>& pieces) const {
+  bool assign(const Digit& digit, std::vector<std::vector<NewDigit>>& by_dim, std::vector<int64_t>& pieces) const {
     const int64_t begin = digit.weight;
     const int64_t end = digit.weight * digit.radix;
     int64_t above = std::accumulate(dst_.begin(), dst_.end(), int64_t{1}, std::multiplies<>());

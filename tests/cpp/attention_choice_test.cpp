@@ -92,7 +92,7 @@ TEST(AttentionChoice, IsSerialIfTheDelayOfAChunkExceedsTransfers) {
   for (const bool with_backward : {false, true}) {
     for (const int64_t length : {16, 64, 256}) {
       EXPECT_EQ(choose(attention_of(4, length), topology, model, with_backward), AttentionMethod::kSerial)
-          << length << " places" << (with_backward ? ", with backward" : "");
+          << length << " tokens" << (with_backward ? ", with backward" : "");
     }
     topology.inside.ps_per_kib = 20 * kMicrosecond;
     EXPECT_NE(choose(attention_of(4, 2048), topology, model, with_backward), AttentionMethod::kSerial);

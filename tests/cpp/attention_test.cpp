@@ -91,17 +91,17 @@ bool sees(const AttentionMask& mask, int64_t i, int64_t j) {
 
 // A full tensor of shape [batch, heads, length, depth].
 struct FullTensor {
-  FullTensor(int64_t batch, int64_t num_heads, int64_t places, int64_t elements)
-      : heads(num_heads), length(places), depth(elements), values(batch * heads * length * depth) {}
+  FullTensor(int64_t batch, int64_t num_heads, int64_t tokens, int64_t elements)
+      : heads(num_heads), length(tokens), depth(elements), values(batch * heads * length * depth) {}
 
   double& at(int64_t b, int64_t h, int64_t i, int64_t d) { return values[((b * heads + h) * length + i) * depth + d]; }
 
   // Writes a part as returned by part().
-  void set_part(const IntervalList& places, int64_t batch, const Values& local) {
+  void set_part(const IntervalList& tokens, int64_t batch, const Values& local) {
     size_t next = 0;
     for (int64_t b = 0; b < batch; ++b) {
       for (int64_t h = 0; h < heads; ++h) {
-        for (const Interval run : places) {
+        for (const Interval run : tokens) {
           for (int64_t i = run.begin; i < run.end; ++i) {
             for (int64_t d = 0; d < depth; ++d) at(b, h, i, d) = local[next++];
           }
@@ -111,11 +111,11 @@ struct FullTensor {
   }
 
   // Returns the rows that one rank holds.
-  Values part(const IntervalList& places, int64_t batch) {
+  Values part(const IntervalList& tokens, int64_t batch) {
     Values local;
     for (int64_t b = 0; b < batch; ++b) {
       for (int64_t h = 0; h < heads; ++h) {
-        for (const Interval run : places) {
+        for (const Interval run : tokens) {
           for (int64_t i = run.begin; i < run.end; ++i) {
             for (int64_t d = 0; d < depth; ++d) local.push_back(at(b, h, i, d));
           }
@@ -169,11 +169,11 @@ struct Oracle {
   }
 
   // Returns a rank's part of the mask in the form of the argument.
-  Values mask_part(const MaskTensor& form, const IntervalList& places) {
+  Values mask_part(const MaskTensor& form, const IntervalList& tokens) {
     Values local;
     for (int64_t b = 0; b < form.batch; ++b) {
       for (int64_t h = 0; h < form.heads; ++h) {
-        for (const Interval run : form.rows == 1 ? IntervalList{{0, 1}} : places) {
+        for (const Interval run : form.rows == 1 ? IntervalList{{0, 1}} : tokens) {
           for (int64_t i = run.begin; i < run.end; ++i) {
             for (int64_t j = 0; j < mask.depth; ++j) local.push_back(mask.at(b, h, i, j));
           }
@@ -400,8 +400,8 @@ TEST(Attention, BlocksAreMultipliedIfSomePairIsVisible) {
     const BlockProducts products(a);
     for (int q = 0; q < products.queries().size(); ++q) {
       for (int k = 0; k < products.keys().size(); ++k) {
-        const Interval of_q = products.queries()[q].places;
-        const Interval of_k = products.keys()[k].places;
+        const Interval of_q = products.queries()[q].tokens;
+        const Interval of_k = products.keys()[k].tokens;
         int64_t pairs = 0;
         bool is_triangle = of_q == of_k;
         for (int64_t i = of_q.begin; i < of_q.end; ++i) {
@@ -635,11 +635,11 @@ TEST(Attention, RejectsInvalidArguments) {
   a.kv_heads = 3;
   EXPECT_NE(message(a).find("divides the heads of q (4), got 3"), std::string::npos);
   a = attention_of({{{0, 4}}, {{3, 8}}}, {});
-  EXPECT_NE(message(a).find("layout must have each place"), std::string::npos);
+  EXPECT_NE(message(a).find("layout must have each token"), std::string::npos);
   a = attention_of({{{0, 4}}, {{5, 8}}}, {});
-  EXPECT_NE(message(a).find("layout must have each place"), std::string::npos);
+  EXPECT_NE(message(a).find("layout must have each token"), std::string::npos);
   a = attention_of(contiguous(8, 2), {false, 0});
-  EXPECT_NE(message(a).find("window must be at least 1 (each query sees its own place), got 0"), std::string::npos);
+  EXPECT_NE(message(a).find("window must be at least 1 (each query sees its own token), got 0"), std::string::npos);
   a = attention_of(contiguous(8, 2), {false, std::nullopt, {3, 4}});
   EXPECT_NE(message(a).find("sum to the length of the sequence (8), got 7"), std::string::npos);
   const int64_t quarter = int64_t{1} << 62;  // four of them sum to 0 in 64 bits

@@ -21,7 +21,7 @@ struct Dense {
   std::vector<int64_t> shape;
   Payload values;  // row-major
 
-  int64_t place(const std::vector<int64_t>& index) const {
+  int64_t flat_index(const std::vector<int64_t>& index) const {
     int64_t at = 0;
     for (size_t d = 0; d < shape.size(); ++d) at = at * shape[d] + index[d];
     return at;
@@ -46,7 +46,7 @@ inline Region whole(const std::vector<int64_t>& shape) {
 inline Payload part_of(const Dense& dense, const Layout& layout, int64_t position) {
   Payload values;
   for_each_index(layout.region(position),
-                 [&](const auto& index) { values.push_back(dense.values[dense.place(index)]); });
+                 [&](const auto& index) { values.push_back(dense.values[dense.flat_index(index)]); });
   return values;
 }
 
@@ -113,8 +113,8 @@ inline Dense einsum(const std::string& a, const Dense& x, const std::string& b, 
   }
   made.values.assign(count, 0);
   for_each_index(whole(all), [&](const auto& index) {
-    made.values[made.place(indexed(out, index))] +=
-        x.values[x.place(indexed(a, index))] * y.values[y.place(indexed(b, index))];
+    made.values[made.flat_index(indexed(out, index))] +=
+        x.values[x.flat_index(indexed(a, index))] * y.values[y.flat_index(indexed(b, index))];
   });
   return made;
 }

@@ -195,13 +195,13 @@ TEST(Region, ListsOfABillionIndicesStoreFewItems) {
                                    CutRule(1'000),     CutRule(30'000'000), CutRule()};
   for (const CutRule& rule : rules) {
     const IntervalList a = rule.part({{0, n}}, 8, 3);
-    EXPECT_LE(a.kept().size(), 2u);
+    EXPECT_LE(a.stored().size(), 2u);
     for (const CutRule& other : rules) {
       int64_t total = 0;
       for (int64_t c = 0; c < 5; ++c) {
         const IntervalList b = other.part({{0, n}}, 5, c);
         const PieceList pieces = intersect(a, b);
-        EXPECT_LE(pieces.kept().size(), 4u * 31'623) << rule.text(0) << " and " << other.text(0);
+        EXPECT_LE(pieces.stored().size(), 4u * 31'623) << rule.text(0) << " and " << other.text(0);
         total += length(pieces);
       }
       EXPECT_EQ(total, length(a)) << rule.text(0) << " and " << other.text(0);

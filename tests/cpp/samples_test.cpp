@@ -105,7 +105,7 @@ TEST(Product, StoresRepetitionsOnce) {
     const std::optional<IntervalList> product = product_of(rows, columns, size, CutRule::kMaxRuns);
     ASSERT_TRUE(product.has_value());
     EXPECT_EQ(length(*product), length(rows) * length(columns));
-    EXPECT_LE(product->kept().size(), 16u);
+    EXPECT_LE(product->stored().size(), 16u);
   }
   IntervalList nothing_repeats;
   for (int64_t i = 0; i < 3'000; ++i) append(nothing_repeats, {i * i, i * i + 1});
@@ -128,7 +128,7 @@ TEST(Product, IsLimitedByStoredItemsOnly) {
     const std::optional<IntervalList> product = product_of(rows, columns(count), 50, most);
     ASSERT_TRUE(product.has_value());
     EXPECT_EQ(std::ssize(*product), length(rows) * 2 * count);
-    EXPECT_EQ(std::ssize(product->kept()), most);
+    EXPECT_EQ(std::ssize(product->stored()), most);
     EXPECT_FALSE(product_of(rows, columns(count), 50, most - 1).has_value());
   }
 }

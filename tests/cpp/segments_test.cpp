@@ -102,7 +102,7 @@ TEST(InSegments, HaveEqualSharesOfEveryRun) {
         for (const Plan& one : segments) {
           const IntervalList indices = (of_src ? one.src : one.dst).part(0, p);
           in_all += length(indices);
-          ASSERT_LE(length(indices), parts.most_in_one(plan.segments.count));
+          ASSERT_LE(length(indices), parts.largest_count_in_segment(plan.segments.count));
           for (const Interval& run : part) {
             const int64_t share = (run.end - run.begin) / plan.segments.count;
             const int64_t has = intersection_length(indices, {run});

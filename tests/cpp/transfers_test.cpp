@@ -134,7 +134,7 @@ class Placed : public testing::Test {
 
 TEST_F(Placed, ContiguousPartsStayAndOthersArePacked) {
   EXPECT_EQ(sends_.staged_count({}), 8);
-  sends_.place(b_, {});
+  sends_.choose_memory(b_, {});
   sends_.copy(b_);
   expect_range(0, 0, 0, 12);
   expect_range(1, 1, 0, 8);
@@ -142,7 +142,7 @@ TEST_F(Placed, ContiguousPartsStayAndOthersArePacked) {
 }
 
 TEST_F(Placed, OneRunPacksAllPartsIfOneNeedsPacking) {
-  sends_.place(b_, {.is_one_run = true});
+  sends_.choose_memory(b_, {.is_one_run = true});
   sends_.copy(b_);
   expect_range(0, 1, 0, 12);
   expect_range(1, 1, 12, 8);
@@ -151,7 +151,7 @@ TEST_F(Placed, OneRunPacksAllPartsIfOneNeedsPacking) {
 }
 
 TEST_F(Placed, EachPartHasItsOwnBuffer) {
-  sends_.place(b_, {.memory = Staging::Memory::kApart, .may_stay = false});
+  sends_.choose_memory(b_, {.memory = Staging::Memory::kApart, .may_stay = false});
   sends_.copy(b_);
   expect_range(0, 1, 0, 12);
   expect_range(1, 2, 0, 8);
@@ -163,7 +163,7 @@ TEST_F(Placed, PartsAreAlignedInGivenMemory) {
   EXPECT_EQ(sends_.staged_count(staging), 32);
   Staging given = staging;
   given.given = {b_.new_buffer(100), 48, 32};
-  sends_.place(b_, given);
+  sends_.choose_memory(b_, given);
   expect_range(0, 1, 48, 12);
   expect_range(1, 1, 64, 8);
 }

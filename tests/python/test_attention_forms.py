@@ -379,7 +379,7 @@ def _invalid_forms() -> None:
     finally:
         sw.debug.check_ranks(False)
     text = sw.attention.explain(q, wide, wide[..., :4], size=8, kv_size=12, mask=torch.zeros(4, 12))
-    assert "12 places of keys, values of depth 4, a tensor" in text and "ulysses" not in text
+    assert "12 tokens of keys, values of depth 4, a tensor" in text and "ulysses" not in text
     assert f"rank {rank} holds [{4 * rank}, {4 * rank + 4}) and the keys [{6 * rank}, {6 * rank + 6})" in text
 
 

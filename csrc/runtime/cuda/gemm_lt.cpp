@@ -95,8 +95,8 @@ bool is_supported(at::ScalarType operands, at::ScalarType dst) {
 at::Tensor bias_of_rows(const Gemm& gemm, const at::Tensor& buffer, bool swaps, at::ScalarType dtype) {
   const View view{*gemm.bias, gemm.m, gemm.n};
   const View bias = swaps ? view.transposed() : view;
-  if (bias.columns > 1 && bias.place.column_stride != 0) return {};
-  return at::as_strided(buffer, {bias.rows}, {bias.place.row_stride}, buffer.storage_offset() + bias.place.offset)
+  if (bias.columns > 1 && bias.first.column_stride != 0) return {};
+  return at::as_strided(buffer, {bias.rows}, {bias.first.row_stride}, buffer.storage_offset() + bias.first.offset)
       .to(dtype)
       .contiguous();
 }

@@ -12,7 +12,7 @@ namespace {
 
 // True if cuBLASLt can read a view as a column-major matrix.
 bool is_column_major(const View& view) {
-  return (view.place.row_stride == 1 || view.rows == 1) && (view.place.column_stride >= view.rows || view.columns == 1);
+  return (view.first.row_stride == 1 || view.rows == 1) && (view.first.column_stride >= view.rows || view.columns == 1);
 }
 
 // Returns a matrix as a column-major one, or nothing if no stride is 1. A single row or column is both row-major and
@@ -27,7 +27,7 @@ std::optional<Layout> layout_of(const View& view, at::ScalarType dtype) {
   layout.dtype = at::cuda::ScalarTypeToCudaDataType(dtype);
   layout.rows = matrix.rows;
   layout.columns = matrix.columns;
-  layout.leading_dim = matrix.columns == 1 ? matrix.rows : matrix.place.column_stride;
+  layout.leading_dim = matrix.columns == 1 ? matrix.rows : matrix.first.column_stride;
   layout.batch_stride = matrix.batch_stride;
   layout.is_transposed = is_transposed;
   return layout;

@@ -21,13 +21,13 @@ namespace shardwright::lt {
 
 // A matrix, or a batch of matrices, in a buffer.
 struct View {
-  Matrix place;  // buffer, offset and strides of the first matrix
+  Matrix first;  // buffer, offset and strides of the first matrix
   int64_t rows = 0;
   int64_t columns = 0;
   int64_t batch_stride = 0;  // elements; 0 for one matrix
 
   View transposed() const {
-    return {{place.buffer, place.offset, place.column_stride, place.row_stride}, columns, rows, batch_stride};
+    return {{first.buffer, first.offset, first.column_stride, first.row_stride}, columns, rows, batch_stride};
   }
 };
 

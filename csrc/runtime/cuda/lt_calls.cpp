@@ -170,9 +170,9 @@ void launch(const Device& device, const Problem& problem, const Pointers& pointe
   const double doubles[] = {0, 1};
   const float floats[] = {0, 1};
   const bool is_double = problem.scalar_type() == CUDA_R_64F;
-  const auto number = [&](int i) { return is_double ? static_cast<const void*>(&doubles[i]) : &floats[i]; };
-  check(cublasLtMatmul(device.handle, descriptors.matmul.get(), number(1), pointers.a, descriptors.a.get(), pointers.b,
-                       descriptors.b.get(), number(accumulates ? 1 : 0), pointers.d, descriptors.d.get(), pointers.d,
+  const auto scalar = [&](int i) { return is_double ? static_cast<const void*>(&doubles[i]) : &floats[i]; };
+  check(cublasLtMatmul(device.handle, descriptors.matmul.get(), scalar(1), pointers.a, descriptors.a.get(), pointers.b,
+                       descriptors.b.get(), scalar(accumulates ? 1 : 0), pointers.d, descriptors.d.get(), pointers.d,
                        descriptors.d.get(), &algorithm.algorithm, workspace, algorithm.workspace_bytes, device.stream),
         "cublasLtMatmul", problem);
 }

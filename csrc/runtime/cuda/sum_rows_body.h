@@ -51,9 +51,9 @@ struct RowSums {
     Sum sum = 0;
     bool is_first = true;
     for (int64_t j = 0; j < columns; ++j) {
-      const int64_t place = table[m * columns + j];
-      if (place < 0) continue;
-      Sum value = static_cast<Sum>(rows[place * stride + i]);
+      const int64_t source_row = table[m * columns + j];
+      if (source_row < 0) continue;
+      Sum value = static_cast<Sum>(rows[source_row * stride + i]);
       if (weights != nullptr) value = multiplied(static_cast<Sum>(weights[m * columns + j]), value);
       sum = is_first ? value : sum + value;
       is_first = false;
