@@ -27,7 +27,7 @@ struct Equation {
   double weight = 1;
 
   // Returns the absolute residual.
-  double off(const Parameters& parameters) const {
+  double residual(const Parameters& parameters) const {
     double sum = -target;
     for (int i = 0; i < kNumParameters; ++i) sum += coefficients[i] * parameters[i];
     return std::abs(sum);
@@ -119,7 +119,7 @@ Parameters least_squares_without_negatives(const std::vector<Equation>& equation
         std::any_of(parameters->begin(), parameters->end(), [](double parameter) { return parameter < 0; }))
       continue;
     double squares = 0;
-    for (const Equation& e : equations) squares += e.weight * e.off(*parameters) * e.off(*parameters);
+    for (const Equation& e : equations) squares += e.weight * e.residual(*parameters) * e.residual(*parameters);
     if (squares < least) {
       least = squares;
       best = *parameters;
@@ -150,7 +150,7 @@ LinkFit fit_link(const std::vector<LinkPoint>& points, std::optional<double> ste
   Parameters parameters{};
   for (int pass = 0; pass < kPasses; ++pass) {
     parameters = least_squares_without_negatives(equations, is_free);
-    for (Equation& e : equations) e.weight = 1 / std::max(e.off(parameters), kSlack);
+    for (Equation& e : equations) e.weight = 1 / std::max(e.residual(parameters), kSlack);
   }
   LinkFit fit{step.value_or(parameters[kStep]), parameters[kMessage], byte > 0 ? byte : parameters[kByte]};
   fit.error = mean_error(points, fit);

@@ -33,7 +33,8 @@ struct Result {
   std::map<int, std::vector<int64_t>> splits;  // split mesh dim -> sizes of its parts
 };
 
-// Returns the smallest groups, in order. Dims of size 1 without a counterpart join the group before them.
+// Returns the smallest groups of consecutive dims that have equal products of sizes on both sides, in order. Dims of
+// size 1 without a counterpart join the group before them.
 std::vector<Group> groups_of(const std::vector<int64_t>& src, const std::vector<int64_t>& dst) {
   std::vector<Group> groups;
   size_t i = 0, j = 0;
