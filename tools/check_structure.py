@@ -100,7 +100,7 @@ MAX_CODE_LINES = {
     "debug": 213,
     "dtensor": 898,
     "experts": 603,
-    "fsdp": 4857,
+    "fsdp": 5082,
     "graph": 299,
     "layouts": 447,
     "matmul": 603,

@@ -11,17 +11,20 @@ from .arguments import Options
 from .collectives import AllGather, ReduceScatter
 from .jit_weights import JitWeight, jit_weight
 from .methods import ShardedModule, UnshardHandle
+from .owner_layouts import Owners, owners
 
 __all__ = [
     "AllGather",
     "JitWeight",
     "Options",
+    "Owners",
     "ReduceScatter",
     "ShardedModule",
     "UnshardHandle",
     "checkpoint_cut",
     "fully_shard",
     "jit_weight",
+    "owners",
     "schedule",
     "schedules",
 ]
