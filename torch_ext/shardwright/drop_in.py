@@ -35,10 +35,12 @@ def enable(strict: bool = False, make_groups: bool = True, overlap: bool = False
     Args:
         strict: raise RuntimeError where a redistribute would be left to PyTorch.
         make_groups: make missing process groups at first use, by their members. If false, plans use only the groups of
-            the mesh's dims, of its flattened dims, and those made by `prepare`.
-        overlap: gather the operand of `linear`, `matmul` and ``@`` of DTensors during the product, where PyTorch would
-            gather first (matmul/overlapping.py lists the cases). The result is then sharded in its last dim along those
-            mesh dims. Compiled code is not affected.
+            the mesh's dims, of its flattened dims, and those made by `prepare` for the mesh. Between two meshes,
+            pending sums are then reduced over one mesh dim at a time, and the group of the ranks of both must exist.
+        overlap: gather the operand of ``torch.nn.functional.linear``, ``torch.matmul``, ``torch.mm`` and ``@`` of a
+            DTensor and a two-dim DTensor weight during the product, if a mesh dim cuts the operand in a dim other than
+            the last and the weight in its columns. The result is then sharded in its last dim along that mesh dim.
+            Compiled code is not affected.
         views: run DTensor's views (`view`, `reshape`, `flatten`, `unflatten`, ...) without communication wherever
             DTensor can describe the result (docs/views.md). The backward must run while this is on.
     """
@@ -69,8 +71,9 @@ def enabled(
 ) -> Iterator[None]:
     """Enables shardwright for a block, and for the backward of the operations in it, whenever that runs.
 
-    Like `enable`, this applies to all threads. Blocks of several threads may overlap: the block that began last has
-    precedence, and the end of a block undoes only that block.
+    Like `enable`, whose arguments it has, this applies to all threads. Blocks may be nested. Blocks of several threads
+    may overlap: the block that began last has precedence, and the end of a block undoes only that block. The forward
+    should run on the thread that enters the block.
     """
     with _lock:
         patch.install()
@@ -122,7 +125,7 @@ def redistribute(
         async_op, forward_dtype, backward_dtype: as in ``DTensor.redistribute``.
 
     Returns:
-        A DTensor with these placements; twice differentiable.
+        A DTensor with these placements; differentiable, and twice if the installed torch supports it.
 
     Raises:
         ValueError: the number of placements is wrong, placements on another mesh are partial, a mesh is a slice such as

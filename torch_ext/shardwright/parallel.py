@@ -32,6 +32,9 @@ __all__ = ["ColwiseParallel", "ContextParallel", "RowwiseParallel", "SequencePar
 class ColwiseParallel(torch_parallel.ColwiseParallel):
     """Like PyTorch's style; `method`, `chunks`, `depth` and `save` are those of `shardwright.linear`.
 
+    With ``input_layouts=Shard(d)`` the gather of the input overlaps with the product. Layers other than ``nn.Linear``
+    keep PyTorch's implementation.
+
     With `shares_gather`, layers that get the same tensor object, such as query, key and value, gather it once: the
     first layer that runs gathers it during its product. The others use the gathered tensor, and their gradients are
     scattered together with the first layer's. The gathered tensor is kept until the backward, as with PyTorch's
@@ -90,7 +93,11 @@ class ContextParallel(torch_parallel.ParallelStyle):
 
 
 class RowwiseParallel(torch_parallel.RowwiseParallel):
-    """Like PyTorch's style; `method`, `chunks` and `depth` are those of `shardwright.linear`."""
+    """Like PyTorch's style; `method`, `chunks` and `depth` are those of `shardwright.linear`.
+
+    With ``output_layouts=Shard(d)`` or ``Replicate()`` the sum of the output overlaps with the product. Layers other
+    than ``nn.Linear`` keep PyTorch's implementation.
+    """
 
     def __init__(
         self,

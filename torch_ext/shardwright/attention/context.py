@@ -171,8 +171,13 @@ def context_parallel(
             memory back.
         buffer_seq_dims: the dim of the sequence in each buffer.
         no_restore_buffers: the buffers that keep this rank's part at the end.
-        size: the length of the full sequence; default: the length of the buffers.
+        size: the length of the full sequence; default: the length of the buffers. Required without buffers.
         layout, method: as in `scaled_dot_product_attention`.
+
+    Raises:
+        ValueError: the mesh has several dims; buffers have different lengths or gradients. Within the block, calls of
+            attention raise it for dropout, ``need_weights``, masks without a column for each key of the full sequence,
+            and DTensors that do not cut the sequence over the mesh.
     """
     tensors = argument_values.items(() if buffers is None else buffers, "buffers", "a list of tensors")
     dims = argument_values.items(

@@ -43,7 +43,8 @@ def scaled_dot_product_attention(
     """Attention over a sequence that is sharded over ranks. Keys are sent while the products of other keys run.
 
     Equals ``torch.nn.functional.scaled_dot_product_attention`` of the full tensors, without dropout, and in the dtype
-    of autocast if that is on. The first call with given arguments, shapes and dtypes compares them among the ranks.
+    of autocast if that is on. All ranks that share the sequence call it, also those with an empty part. The first call
+    with given arguments, shapes and dtypes compares them among the ranks.
 
     Args:
         q: shape [batch, heads, sequence, depth]: float32, bfloat16, float16 or, not on CUDA, float64. Plain tensors are
@@ -108,9 +109,10 @@ def scaled_dot_product_attention(
 def explain(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, group: dist.ProcessGroup | None = None, **arguments: Any
 ) -> str:
-    """Returns the products of blocks that each rank would compute for these arguments, and predicted times.
+    """Returns the products of blocks that each rank would compute for these arguments, as text.
 
-    All ranks that share the sequence call it. Nothing is computed, and no part of the tensors is sent.
+    The text also has the predicted time and memory of each method. All ranks that share the sequence call it. Nothing
+    is computed, and no part of the tensors is sent. The arguments are those of `scaled_dot_product_attention`.
     """
     tensors, _ = _of_four_dims(_as_autocast(q, k, v), arguments.get("mask"))
     if unknown := sorted(set(arguments) - {*_DEFAULTS, "return_lse", "dropout_p"}):

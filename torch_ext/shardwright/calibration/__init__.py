@@ -44,7 +44,8 @@ def calibrate(
 
     Later redistributes and products of this job over the same backend use the measurements until `forget`
     or the end of the default process group, unless they are given a topology (or their mesh has one) or a
-    ``gemm_model``.
+    ``gemm_model``. Without measurements, rank 0 logs once, at level INFO of the logger ``shardwright``, that a built-in
+    table was used where another table could change the plan.
 
     Args:
         group: the group whose ranks to measure; default, the default group. A mesh is also accepted, as for `mesh`.

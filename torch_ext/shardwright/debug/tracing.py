@@ -14,12 +14,17 @@ from .._native import _runtime
 class TraceEvent(NamedTuple):
     """One instruction of one program.
 
-    ``lane``: ``"compute"`` or ``"communication"``; for copies in steps that `explain` shows, ``"from the host"`` or
-    ``"to the host"``. ``instruction``: its text, as in listings of programs. ``chunk``: the chunk of a product to which
-    it belongs, or -1. ``run``: the number of its program, in the order in which programs were started. ``start`` and
-    ``end``: seconds since the trace began. A transfer begins when it is handed to the process group (on a GPU, when its
-    stream reaches it), and ends when the program that waits for it sees that it is done (on a GPU, when its stream
-    does).
+    A transfer begins when it is handed to the process group (on a GPU, when its stream reaches it), and ends when the
+    program that waits for it sees that it is done (on a GPU, when its stream does).
+
+    Attributes:
+        lane: ``"compute"`` or ``"communication"``; for copies in steps that `explain` shows, ``"from the host"`` or
+            ``"to the host"``.
+        instruction: its text, as in listings of programs.
+        chunk: the chunk of a product to which it belongs, or -1.
+        run: the number of its program, in the order in which programs were started.
+        start: seconds since the trace began.
+        end: seconds since the trace began.
     """
 
     lane: str

@@ -59,8 +59,8 @@ class DispatchHandle:
         scales: the scales of the rows if scales were given, else None.
         dropped: the number of (token, expert) pairs that this rank dropped because of a capacity; the sum over ranks is
             the number of the job. An int, or a tensor if ``rows_per_rank`` was given.
-        payload_bytes, metadata_bytes: bytes received from other ranks by the dispatch: of the tokens themselves, and of
-            their scores, scales, expert ids and counts.
+        payload_bytes: bytes of tokens that the dispatch received from other ranks.
+        metadata_bytes: the same for their scores, scales, expert ids and counts.
     """
 
     def __init__(
@@ -93,8 +93,10 @@ class DispatchHandle:
 class Dispatched(NamedTuple):
     """The result of `dispatch`.
 
-    rows: ``[copies, hidden]``, sorted by expert of this rank, then by the token's rank, then by token.
-    tokens_per_expert: int64, on the device of the rows. handle: the argument of `combine`.
+    Attributes:
+        rows: ``[copies, hidden]``, sorted by expert of this rank, then by the token's rank, then by token.
+        tokens_per_expert: int64, on the device of the rows.
+        handle: the argument of `combine`.
     """
 
     rows: torch.Tensor
@@ -120,8 +122,9 @@ def dispatch(
 
     Args:
         x: ``[tokens, hidden]``, this rank's tokens; any dtype.
-        expert_ids: ``[tokens, top-k]``, integers; -1 is no expert.
-        scores: ``[tokens, top-k]``, weights by which `combine` multiplies the experts' rows; None means 1.
+        expert_ids: ``[tokens, top-k]``, int64 or int32; -1 is no expert.
+        scores: ``[tokens, top-k]``, weights by which `combine` multiplies the experts' rows, in float32, float64,
+            bfloat16 or float16; None means 1.
         placement: the experts of each rank: a `Layout` with experts in dim 0 that cuts only this dim, or a
             list of expert ids for each rank of the group. Ranks may hold any number of experts. An expert may be on
             several ranks; a token then prefers a rank to which it is sent anyway.
@@ -139,8 +142,8 @@ def dispatch(
             overflow must be ``"drop"``. The number of tokens is always enough. Rows after the last one are zeros.
 
     Returns:
-        `Dispatched`: the rows for the experts of this rank, the number of rows of each, and a handle for `combine`.
-        Differentiable by x and, through `combine`, by scores.
+        A `Dispatched` with the rows for the experts of this rank, the number of rows of each, and a handle for
+        `combine`. Differentiable by x and, through `combine`, by scores.
 
     Raises:
         ValueError: an argument is not allowed, on the rank that passes it (RuntimeError on the others); arguments
@@ -420,7 +423,8 @@ def combine(y: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
 
     Sums are taken on the ranks of the experts, then in the node if nodes are known, then on the token's rank, each in a
     fixed order, in float32 (float64 for float64), and rounded to the dtype of y. So the bits of the result do not
-    depend on the order of arrival.
+    depend on the order of arrival. With ``rows_per_rank``, or if the group does not communicate in host memory, `y` is
+    checked on its own rank only, unless ``sw.debug.check_ranks`` is on.
 
     Args:
         y: ``[copies, any size]``: one row for each row that `dispatch` returned; float32, float64, bfloat16, float16.

@@ -181,7 +181,9 @@ def _dtypes_by(policy: Policy, matmul_format: str | None) -> DtypesOf:
 
 
 def schedules(module: nn.Module) -> list[StepSchedule]:
-    """Returns the schedules of a model's steps so far: ``print(schedule)`` shows uses, gathers, releases and the peak.
+    """Returns the schedules of a model's steps so far, one for each kind of step.
+
+    ``print(schedule)`` shows uses, gathers, releases and the peak. ``to_json()`` also has addresses.
 
     Args:
         module: the outermost module under `fully_shard`.
@@ -196,8 +198,12 @@ def schedules(module: nn.Module) -> list[StepSchedule]:
 
 
 def schedule(module: nn.Module) -> StepSchedule:
-    """Returns the schedule of a model's training step. ``print`` shows uses, gathers, releases, the peak, arena offsets
-    and, once a step has been timed, the predicted timeline of compute and transfers; ``to_svg()`` draws it.
+    """Returns the schedule of a model's training step.
+
+    ``print`` shows uses, gathers, releases, the peak, arena offsets and, once a step has been timed, the predicted
+    timeline of compute and transfers; ``to_svg()`` draws it. ``lanes`` has the start and end of every event in
+    picoseconds, including copies between host and device; it is None before a timed step. ``activations`` are those of
+    `checkpoint_cut`, and ``prefetch`` is the chosen number.
 
     If there are schedules for several sequences of uses, the longest with a backward is returned; if none has a
     backward, the longest.

@@ -36,7 +36,11 @@ class _Allocating:
 class AllGather(_Allocating, _fsdp_api.AllGather):
     """All-gathers by shardwright for a module under FSDP2: ``module.set_custom_all_gather(sw.fsdp.AllGather())``.
 
-    Results have the same bits as those of the process group's own all-gather.
+    Results have the same bits as those of the process group's own all-gather. Its methods are FSDP2's:
+    ``allocate(size, *, dtype, device)``, and a call with ``(output_tensor, input_tensor, group, async_op=False)``. With
+    ``async_op=True`` the call returns a work handle, or None if nothing is pending. Until the work is done the caller
+    must not touch either tensor. The input may be this rank's part of the output. Raises ValueError for tensors that do
+    not match, are not contiguous or share memory in another way.
     """
 
     def __call__(
@@ -70,7 +74,9 @@ class ReduceScatter(_Allocating, _fsdp_api.ReduceScatter):
 
     ``module.set_custom_reduce_scatter(sw.fsdp.ReduceScatter())``. On Gloo a rank sends each other rank only that rank's
     chunk, half the bytes of Gloo's own reduce-scatter. Contributions are summed in the order of ranks in the group;
-    16-bit floats are summed in float32 and rounded once; averages are divided afterwards. On NCCL, NCCL sums.
+    16-bit floats are summed in float32 and rounded once; averages are divided afterwards. On NCCL, NCCL sums. Its
+    methods are those of `AllGather`; the call takes ``op`` before `async_op`: ``ReduceOp.SUM``, ``AVG``, ``MIN``,
+    ``MAX`` or ``PRODUCT``. Raises ValueError for another ``op``.
     """
 
     def __call__(

@@ -16,12 +16,14 @@ class Mesh(_planner.Mesh):
     """A grid of ranks with named dims.
 
     Args:
-        dims: names and sizes, outermost first, e.g. ``{"dp": 2, "tp": 4}``; or a torch ``DeviceMesh``.
-        ranks: the global ranks, row-major; default 0, 1, 2, ...
+        dims: names and sizes, outermost first, e.g. ``{"dp": 2, "tp": 4}``; or a torch ``DeviceMesh``, whose dims are
+            called ``dim0``, ``dim1``, ... if they have no names.
+        ranks: the global ranks, row-major; default 0, 1, 2, ... Not given together with a ``DeviceMesh``.
         topology: the latencies and bandwidths between the ranks, as in `plan`, for plans on this mesh.
 
     Raises:
-        ValueError: names repeat, a size is below 1, there are more than 2**20 ranks, or ranks repeat or are too few.
+        ValueError: names repeat, are empty or are not UTF-8; a size is below 1; there are more than 2**20 ranks; ranks
+            repeat, are negative or have the wrong number.
     """
 
     _made = False
@@ -53,14 +55,15 @@ class Layout(_planner.Layout):
 
     Args:
         mesh: a `Mesh`, or a torch ``DeviceMesh``.
-        shape: the shape of the global tensor, in elements.
+        shape: the shape of the global tensor, in elements; ``()`` for a scalar. Sizes may be 0.
         placements: one per mesh dim: ``"R"``, ``"S(0)"``, ``"SS(0,2)"`` (strided), ``"P"`` or ``"P(max)"``; torch's
-            placement objects, or their printed form; `Shard` (with a unit), `Ragged`, `Blocks`, `Cyclic`, `Owned`,
-            `Packed`, `Pieces`, or their texts, such as ``"Ragged(0,3:1:4)"``; RaggedShard of veScale and of flex_shard,
-            veScale's _StridedRaggedShard, which cuts last, and flex_shard's BlockShard and Owned.
-        dtype: by name, such as ``"bfloat16"`` or ``"bf16"``, or a ``torch.dtype``.
+            placement objects, or their printed form; ``sw.placements.Shard`` (with a unit), ``Ragged``, ``Blocks``,
+            ``Cyclic``, ``Owned``, ``Packed`` and ``Pieces``, or their texts, such as ``"Ragged(0,3:1:4)"``; RaggedShard
+            of veScale and of flex_shard, veScale's _StridedRaggedShard, and flex_shard's BlockShard and Owned.
+        dtype: a ``torch.dtype`` or a name, such as ``"bfloat16"``, or a short one: ``"bf16"``, ``"fp16"``, ``"half"``,
+            ``"fp32"``, ``"f64"``, ``"i32"``, ``"long"``, ``"u8"``, ``"cfloat"``.
         shard_order: ``{tensor dim: [mesh dims, first cut first]}`` with mesh dims by index or name. A tensor dim
-            that is not listed is cut in mesh order.
+            that is not listed is cut in mesh order, except that veScale's ``_StridedRaggedShard`` cuts last.
         strided: the meaning of strided shards. ``"order"``: they only encode the order of plain cuts. ``"literal"``:
             the dim is split into pieces, each of which is chunked. ``"auto"``: ``"order"`` if the split factors encode
             an order, else ``"literal"``. Compare ``DTensorSpec.use_strided_shard_as_shard_order``.
@@ -69,7 +72,10 @@ class Layout(_planner.Layout):
             `shape` does.
 
     Raises:
-        ValueError: an argument is invalid; the message has its name, the allowed values and the given value.
+        ValueError: there are too few or too many placements; a tensor dim is out of range; a split factor is below 1,
+            or encodes no order under ``"order"``; reductions do not mix; the dtype is unknown or has no such reduction;
+            `shard_order` does not list each cutting mesh dim once; the sizes of a placement do not fit the length that
+            it cuts. The message has the argument's name, the values it must have and the given value.
     """
 
     _made = False

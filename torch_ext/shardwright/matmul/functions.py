@@ -50,12 +50,13 @@ def linear(
             collectives, each of a share of every part. ``"serial"``: communication and product one after the other.
             ``"flags"``: one product that waits for the chunks of a gather (docs/gpu.md); never the default.
             Default: the method predicted to be fastest.
-        chunks: the number of chunks; or for a ring the distances of each chunk, in the order in which they are sent,
-            such as ``[[1], [3, 2]]`` on four ranks (distance d leads from rank i of n to rank (i + d) mod n).
+        chunks: the number of chunks, 1 to 4096; or for a ring the distances of each chunk, in the order in which they
+            are sent, such as ``[[1], [3, 2]]`` on four ranks (distance d leads from rank i of n to rank (i + d) mod n).
             Default: the value predicted to be fastest.
         depth: the number of transfers in flight during a product, 1 to 4096; the number of chunks or more means all. A
-            gather holds one chunk more than that in memory. Default: the fastest of 1, 3 and all by prediction, where
-            all is considered only if it takes no more memory than ``"serial"``.
+            gather holds one chunk more than that in memory; a sum holds as many blocks of the product that wait to be
+            sent. Default: the fastest of 1, 3 and all by prediction, where all is considered only if it takes no more
+            memory than ``"serial"``.
         save: the form in which the backward keeps a gathered `x`: ``"shard"``, this rank's part, which is gathered
             again during the product that needs it; or ``"gathered"``, all of it, which takes more memory.
         gemm_model: the predicted times of products, the same on every rank. Default: the measurements of `calibrate`,
@@ -66,7 +67,8 @@ def linear(
         out_dtype: with scales, the dtype of the result and the bias: torch.bfloat16 (default) or torch.float32.
 
     Returns:
-        A DTensor of shape (..., out_features). It is differentiable once; with scales, it is not.
+        A DTensor of shape (..., out_features). It is differentiable once; with scales, it is not. The gradient of `x`
+        has pending sums over the mesh dims on which `x` is replicated, as in PyTorch.
 
     Raises:
         ValueError: an argument is invalid, or a `method`, `chunks` or `depth` is not possible; names the argument.

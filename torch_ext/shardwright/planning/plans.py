@@ -27,11 +27,12 @@ def plan(
 ) -> Plan:
     """Returns the cheapest moves from `src` to `dst`. All ranks get the same plan, without communication.
 
-    A few thousand plans are cached; repeated calls cost a lookup.
+    The last 4,096 plans are cached; repeated calls cost a lookup. `stats` counts hits and misses.
 
     Args:
         src, dst: layouts of one tensor, on one mesh or on two. Two meshes may share all, some or no ranks, in any shape
-            and order; all pending reductions of `src` are then carried out on its mesh.
+            and order; all pending reductions of `src` are then carried out on its mesh. The plan has one step
+            ``cross`` from one mesh to the other.
         objective: ``"time"``, the least predicted time; or ``"bytes"``, the fewest bytes received by the worst rank,
             then steps, then messages. They differ because a small message costs more than its bytes.
         reduce: ``"fast"``, ``"ordered"`` or ``"float32"``. With ``"ordered"``, contributions are exchanged and summed
@@ -41,7 +42,8 @@ def plan(
             ``"fast"`` for everything else. The bytes on the wire are those of a reduce-scatter and a gather in the
             tensor's own dtype.
         backend: ``"nccl"`` or ``"gloo"``: the lowering that the plan is for. Both move the same data; Gloo composes
-            reductions and gathers from messages.
+            reductions and gathers from messages. A redistribute uses ``"gloo"`` if its process group's backend for the
+            device of the tensor is Gloo, else ``"nccl"``.
         topology: latencies and bandwidths: a `Topology`, the path of a JSON file that holds one (it must end in
             ``.json``), or a name: ``"8xNVLink"``, one node; ``"64x8"``, nodes of eight ranks; ``"gloo-local"``, one
             machine over loopback. Default: the topology of the mesh of `src`, else of `dst`, else the
@@ -50,7 +52,8 @@ def plan(
         groups: the sets of mesh dims, by name or index, whose process groups the moves may use. Default: any. Not
             allowed between two meshes.
         through: intermediate layouts to use instead of searching, with one move between each two. Use it to cost or
-            force a plan of your own. Moves can only send data or reduce; ``[]`` requires a single move.
+            force a plan of your own. Moves can only send data or reduce; ``[]`` requires a single move. Not together
+            with `memory_limit`.
         memory_limit: maximum bytes that a rank allocates at once for its result and temporaries (``Plan.peak_bytes``).
             To meet it, exchanges are split into rounds, or smaller intermediate layouts are used. Default: temporaries
             may take the larger of source and destination plus 256 MiB, if some plan needs no more.
@@ -60,9 +63,10 @@ def plan(
         ``plan.simulate()`` runs every rank in this process and raises if any element is wrong.
 
     Raises:
-        ValueError: the layouts differ in shape or dtype, PyTorch defines no such redistribution, an argument is
-            invalid, the groups do not suffice, or no plan meets `memory_limit`; the message then has the smallest limit
-            for which a plan was found.
+        ValueError: the layouts differ in shape or dtype; PyTorch defines no such redistribution (from one reduction to
+            another, ``S`` to a ``P`` other than sum, ``R`` to product, band, bor or bxor); an argument is invalid; the
+            groups do not suffice; layouts of `through` are not one move apart; or no plan meets `memory_limit`; the
+            message then has the smallest limit for which a plan was found.
     """
     check_layout("src", src)
     check_layout("dst", dst)
@@ -85,8 +89,14 @@ def plan(
 def pin(plan: Plan) -> None:
     """Makes redistributes of this pair of layouts over this backend use `plan`. All ranks must pin the same plan.
 
+    This applies to `redistribute`, `redistribute_local` and the redistributes of DTensor while shardwright is enabled.
+    The function `plan` ignores pins.
+
     Args:
-        plan: made by `plan`, perhaps with ``through=``, or by ``Plan.from_bytes``.
+        plan: made by the function `plan`, perhaps with ``through=``, or by ``Plan.from_bytes``.
+
+    Raises:
+        ValueError: `plan` is not a `Plan`.
     """
     _check_plan(plan)
     tables.change(tables.current.with_pin(plan))

@@ -19,6 +19,9 @@ def plan_from_json(text: str | bytes | bytearray) -> _planner.Plan:
 
     Costs are not read but computed again.
 
+    Args:
+        text: JSON.
+
     Raises:
         ValueError: the text is not JSON, the version is not supported, a field is missing or invalid, or a step does
             not begin with the layout in which the previous one ends.

@@ -124,7 +124,7 @@ def cast(dtype: Any, names: str | Sequence[str] | None = None) -> Rule:
     """Casts tensors before they move. The result has the bits of ``x.to(dtype)``.
 
     Args:
-        dtype: a ``torch.dtype`` or its name.
+        dtype: a ``torch.dtype`` or its name. An element is cast once.
         names: a name or pattern, or a list of them. Default: all tensors of floating-point types of 16 bits and more.
     """
     mesh = _planner.Mesh(["a"], [1])

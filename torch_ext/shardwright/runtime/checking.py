@@ -77,13 +77,14 @@ def check_ranks(on: bool = True, *, timeout_seconds: float = DEFAULT_TIMEOUT_SEC
 
     Args:
         on: True to compare.
-        timeout_seconds: time to wait for missing ranks.
+        timeout_seconds: time to wait for missing ranks, above 0; default 60.
 
     A redistribute raises RuntimeError, with nothing sent and inputs untouched, in three cases. If ranks differ in what
     they are about to run, or in their planning tables (pinned plans, measurements, the environment's topology), it
     raises on every rank and names the fields, their values and ranks. If a rank's input contradicts its layout, or its
     `out` is not allowed, it raises on every rank. If a rank is missing, it raises on the others, and names that rank.
-    For moves between jobs that `connect` has joined, the ranks of all jobs must call this.
+    For moves between jobs that `connect` has joined, the ranks of all jobs must call this. Messages name global ranks,
+    also if meshes have the ranks of a `group`; for the group of a connection they name ranks of that group.
     """
     global _setting
     if not isinstance(timeout_seconds, (int, float)) or not timeout_seconds > 0:

@@ -39,41 +39,43 @@ def stats() -> dict[str, Any]:
     """Returns the counters.
 
     Returns:
-        A dict with these entries:
+        A dict with an entry for each counter, by name.
 
-        ``calls``: redistributes that shardwright ran.
-        ``traced``: redistributes that were recorded in graphs.
-        ``misfits``: redistributes whose local tensor did not have the shape of its layout, and was cut or padded with
-        zeros.
-        ``fallbacks``: redistributes that were left to PyTorch; ``fallback_reasons`` counts them by reason.
-        ``plans``: plans made for redistributes.
-        ``cache_hits``: calls that found their executable in the cache.
-        ``batches``: calls of `redistribute_many`; ``batched_tensors``: the tensors that they moved.
-        ``products``: programs of matrix products that ran.
-        ``product_fallbacks``: products of 8-bit floats, on devices other than CPU, that were cast to float32 because
-        the device's units for them could not be used; and products of weights that are gathered in MXFP8 or NVFP4 but
-        were multiplied as dequantized rows. ``product_fallback_reasons`` counts them by reason.
-        ``dispatches``, ``combines``: routings of tokens to experts, and of their outputs back.
-        ``dropped``: tokens of this rank that missed one of their experts because of a capacity, counted once per
-        expert, if the host has the count.
-        ``unplanned_steps``: steps of models under `fully_shard` that left the sequence of uses for which their schedule
-        was made.
-        ``graph_breaks``: forwards of units under `fully_shard` that ran as eager code in a model that `torch.compile`
-        compiles, so that its graph ends before them; ``graph_break_reasons`` counts them by reason.
-        ``activations_cut``: activations of which `checkpoint_cut` keeps a part; ``activation_gathers``: those that were
-        gathered again.
-        ``views``: views, and products of tensors that views cut in strides, that DTensor does by our rules without
-        moving data; ``view_fallbacks``: views that were left to PyTorch, ``view_fallback_reasons`` by reason.
-        ``strided_gathers``: operators whose inputs are gathered while views are on, because they are cut in strides and
-        neither our rules nor PyTorch's are known to be right for that; ``strided_gather_reasons`` counts them by
-        operator. The counters of views and strided gathers count an operator once for each combination of placements
-        and sizes, because DTensor caches the answer.
-        ``plan_cache_hits``, ``plan_cache_misses``, ``plan_cache_size``: counts of the cache of `plan`.
-        ``bytes``: bytes that this rank received from others.
-        ``peer_bytes``: the part of ``bytes`` that was copied from peers' memory, if `prepare` made arenas; replays of
-        graphs are not counted.
-        ``through_host``: programs on device tensors that ran in host memory because their groups are Gloo's.
-        ``staging_bytes``: CPU memory of temporaries that is kept for the next run; `release_staging` frees it.
+        - ``calls``: redistributes that shardwright ran.
+        - ``traced``: redistributes that were recorded in graphs as operators.
+        - ``misfits``: redistributes whose local tensor did not have the shape of its layout, and was cut or padded with
+          zeros. Additional or missing dims of size 1 do not count.
+        - ``fallbacks``: redistributes that were left to PyTorch; ``fallback_reasons`` counts them by reason. Until the
+          next `reset_stats` each reason is logged once, with its first case, by the logger ``shardwright``.
+        - ``plans``: plans made for redistributes.
+        - ``cache_hits``: calls that found their executable in the cache.
+        - ``plan_cache_hits``, ``plan_cache_misses``, ``plan_cache_size``: counts of the cache of `plan`.
+        - ``bytes``: bytes that this rank received from others, according to the plans.
+        - ``peer_bytes``: the part of ``bytes`` that was copied from peers' memory, if `prepare` made arenas; replays of
+          graphs are not counted.
+        - ``through_host``: programs on device tensors that ran in host memory because their groups are Gloo's.
+        - ``staging_bytes``: memory of temporaries that is kept for the next run, on CPU at most 256 MiB;
+          `release_staging` frees it.
+        - ``batches``: calls of `redistribute_many`; ``batched_tensors``: the tensors that they moved.
+        - ``products``: programs of matrix products that ran.
+        - ``product_fallbacks``: products of 8-bit floats, on devices other than CPU, that were cast to float32 because
+          the device's units for them could not be used; and products of weights that are gathered in MXFP8 or NVFP4 but
+          were multiplied as dequantized rows. ``product_fallback_reasons`` counts them by reason.
+        - ``dispatches``, ``combines``: calls of `sw.experts.dispatch` and `sw.experts.combine`.
+        - ``dropped``: tokens of this rank that missed one of their experts because of a capacity, counted once per
+          expert, if the host has the count: not with ``rows_per_rank``.
+        - ``unplanned_steps``: steps of models under `fully_shard` that left the sequence of uses for which their
+          schedule was made.
+        - ``graph_breaks``: forwards of units under `fully_shard` that ran as eager code in a model that
+          ``torch.compile`` compiles, so that its graph ends before them; ``graph_break_reasons`` counts them by reason.
+        - ``activations_cut``: activations of which `sw.fsdp.checkpoint_cut` keeps a part; ``activation_gathers``: those
+          that were gathered again.
+        - ``views``: views, and products of tensors that views cut in strides, that DTensor does by our rules without
+          moving data; ``view_fallbacks``: views that were left to PyTorch, ``view_fallback_reasons`` by reason.
+        - ``strided_gathers``: operators whose inputs are gathered while views are on, because they are cut in strides
+          and neither our rules nor PyTorch's are known to be right for that; ``strided_gather_reasons`` counts them by
+          operator. The counters of views and strided gathers count an operator once for each combination of placements
+          and sizes, because DTensor caches the answer.
     """
     planned = _planner.plan_cache_counts()
     cast = Counter(_runtime.cast_products()) + _product_reasons

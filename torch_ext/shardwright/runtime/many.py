@@ -79,9 +79,9 @@ def redistribute_many(
         items: for each tensor its local part, source layout and destination layout, on any two meshes of ranks of
             `group`, with any placements; the destination may not be partial. Local parts may have any strides
             (conjugated and negated views are copied first); on a rank outside the source mesh they are None or empty.
-        bucket_bytes: the size of a buffer in bytes. The data that a rank sends and receives in one round fits into it;
-            larger tensors are split over rounds.
-        buckets: the number of buffers, which is the number of rounds in flight at once.
+        bucket_bytes: the size of a buffer in bytes, by default 64 MiB. The data that a rank sends and receives in one
+            round fits into it; larger tensors are split over rounds.
+        buckets: the number of buffers, by default 3, which is the number of rounds in flight at once.
         out: the tensors to write the results to, with any strides. They must not share memory with each other or with
             local parts. On a rank outside the mesh of a destination its entry may be None.
         group: the process group whose ranks the meshes use; default, the default group.

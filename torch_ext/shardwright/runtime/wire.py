@@ -185,7 +185,8 @@ class WireMeter(TorchDispatchMode):
 
     It sees every collective that goes through PyTorch's dispatcher: those of shardwright, DTensor and FSDP, and plain
     `torch.distributed` calls, in forward and backward, on the thread that entered the block. A collective that calls
-    another one counts once.
+    another one counts once. The counts are those of a direct exchange: data that an algorithm relays is not included;
+    padding in the tensors is. A collective that the meter does not know raises NotImplementedError.
 
     Attributes:
         received_bytes: bytes of other ranks' data that this rank needs.
