@@ -278,8 +278,7 @@ class Layout:
 
         Raises:
             ValueError: no layout has these parts. The message gives the reason and the cheapest redistribute after
-            which
-                the view moves nothing, with its cost over NCCL on the mesh's topology, by default ``"64x8"``.
+                which the view moves nothing, with its cost over NCCL on the mesh's topology, by default ``"64x8"``.
         """
 
     def permute(self, dims: Sequence[int]) -> Layout:
@@ -749,8 +748,7 @@ class ProductPlan:
         axes: one text per weight, as in einsum: ``"bsk,nk->bsn"``.
         operand, weights, biases, results: the layouts of the given tensors, and the requested layouts of the results.
         cuts: the axis that is cut along each mesh dim during the product, or ``"-"`` for none. Default: the cuts
-        predicted
-            to be fastest.
+            predicted to be fastest.
         scaled_by: how operands of 8-bit floats are scaled: ``"tensor"`` or ``"row"``.
         scales: if by row, the layouts of scales of operand and weights that are not placed like their operand's rows.
         keeps_gathered: whether the forward also returns the gathered operand, for the backward.
@@ -1027,32 +1025,24 @@ class StepSchedule:
             weights: name; bytes of the sharded part, gathered, kept from first to last use, and of the gradient;
                 picoseconds of a gather, of a reduction, and of their copies from and to the host, or 0.
             uses: indices of the weights that are needed; "forward", "recompute" or "backward"; weights whose gradients
-            are
-                complete afterwards; picoseconds of the compute, or 0.
+                are complete afterwards; picoseconds of the compute, or 0.
             budget_bytes: memory limit for gathered weights, kept copies, gathered activations, gradients and
-            `held_bytes`.
+                `held_bytes`.
             prefetch: number of weight changes by which gathers are ahead. None: the least number whose predicted step
-            is
-                within 1% of the fastest within the budget.
+                is within 1% of the fastest within the budget.
             alignment_bytes: alignment of addresses in the arena.
             held_bytes: part of the budget that is always in use outside of the arena.
             gather_until: by use, the last use whose weights should be gathered or being gathered at it; a value below
-            the
-                use requires nothing.
+                the use requires nothing.
             forms: weights that may be gathered in chunks: index; bytes and picoseconds of the part that is gathered
-            before
-                the use; bytes of the chunks that exist at a time, picoseconds of all chunks, and their number; whether
-                backwards are allowed too; and the chunked reduction of the gradient: its products (none: not in
-                chunks),
-                each with picoseconds of all chunks, picoseconds of one chunk, and its use (-1: the one that completes
-                the
-                gradient), picoseconds of the rest, and bytes of the gradient meanwhile.
+                before the use; bytes of the chunks that exist at a time, picoseconds of all chunks, and their number;
+                whether backwards are allowed too; and the chunked reduction of the gradient: its products (none: not in
+                chunks), each with picoseconds of all chunks, picoseconds of one chunk, and its use (-1: the one that
+                completes the gradient), picoseconds of the rest, and bytes of the gradient meanwhile.
             may_add_chunks: adds the bytes of chunks to the budget.
             activations: activations of which parts are kept, in the order in which they are needed: name; bytes kept
-            and
-                gathered; picoseconds of a gather, or 0; the use that saves it, the first and last use that need it, and
-                the
-                activation in whose turn it is needed last.
+                and gathered; picoseconds of a gather, or 0; the use that saves it, the first and last use that need it,
+                and the activation in whose turn it is needed last.
 
         Raises:
             ValueError: the budget is too small (the message names one that suffices), or the arguments are invalid.
