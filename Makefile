@@ -18,6 +18,7 @@ SECONDS ?= 60
 
 comma := ,
 LINT_VENV := .venv-lint
+DOCS_VENV := .venv-docs
 TORCH_REQUIREMENT := $(if $(TORCH),torch==$(TORCH),torch>=2.11$(comma)<2.16)
 
 # The first candidate that runs and is new enough is used. The search runs only when an environment is made.
@@ -43,8 +44,9 @@ SOURCES := setup.py pyproject.toml \
 ENV_STAMP   := $(VENV)/.stamp-env-$(or $(TORCH),newest)
 BUILD_STAMP := $(VENV)/.stamp-build-cuda-$(or $(SHARDWRIGHT_CUDA),detect)
 LINT_STAMP  := $(LINT_VENV)/.stamp
+DOCS_STAMP  := $(DOCS_VENV)/.stamp
 
-.PHONY: help venv build wheel wheels sdist demo test test-cpp test-python test-async mutation-proof bench bench-experts bench-many bench-fsdp bench-fully-shard bench-planner bench-planning bench-reshard bench-state-dict bench-hunt bench-before-after bench-xla bench-ranking bench-overhead bench-overlap bench-matmul bench-links bench-attention test-links torch-tests lint format sanitize tsan fuzz fuzz-build fuzz-gloo hunt stubs gpu clean distclean
+.PHONY: help venv build wheel wheels sdist demo test test-cpp test-python test-async mutation-proof bench bench-experts bench-many bench-fsdp bench-fully-shard bench-planner bench-planning bench-reshard bench-state-dict bench-hunt bench-before-after bench-xla bench-ranking bench-overhead bench-overlap bench-matmul bench-links bench-attention test-links torch-tests docs lint format sanitize tsan fuzz fuzz-build fuzz-gloo hunt stubs gpu clean distclean
 
 help:
 	@echo 'make build      make the environment, build shardwright and install it there'
@@ -72,6 +74,7 @@ help:
 	@echo 'make bench-overlap  the predicted overlap of communication with products; measures nothing'
 	@echo 'make torch-tests SRC=folder  PyTorch'"'"'s own tests of DTensor, stock against shardwright (FILES=..., K=..., ARGS=...)'
 	@echo 'make lint       clang-format, ruff, mypy, structure, wording; make format fixes formatting'
+	@echo 'make docs       the documentation site, in build/site; fails at broken links. Needs neither torch nor a build'
 	@echo 'make wheels     one wheel for several torches, in dist/ (TORCHES="2.11.0 2.15.0")'
 	@echo 'make sdist      the source archive, in dist/'
 	@echo 'make stubs      write the .pyi files of the compiled modules from their bindings'
@@ -274,6 +277,15 @@ format: $(LINT_STAMP)
 	  xargs -0 -r $(LINT_VENV)/bin/clang-format -i
 	$(LINT_VENV)/bin/ruff check --fix --exit-zero .
 	$(LINT_VENV)/bin/ruff format .
+
+$(DOCS_STAMP): requirements/docs.txt
+	$(call make-venv,$(DOCS_VENV))
+	$(DOCS_VENV)/bin/python -m pip install --disable-pip-version-check --progress-bar off -q -r requirements/docs.txt
+	@touch $@
+
+# With --quiet, MkDocs would not count warnings, so that strict mode would have no effect.
+docs: $(DOCS_STAMP)
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict $(ARGS)
 
 # The stubs do not depend on the version of torch. `make build` installs them.
 stubs: build

@@ -14,6 +14,7 @@ import collections
 import json
 import math
 import re
+import statistics
 import sys
 import textwrap
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = [ROOT / "docs" / name for name in ("supported.md", "benchmarks.md", "links.md", "views.md")]
+PAGES = [ROOT / "docs" / name for name in ("index.md", "supported.md", "benchmarks.md", "links.md", "views.md")]
 END = "<!-- end -->"
 WIDTH = 120
 
@@ -332,7 +333,51 @@ def einsum() -> list[str]:
     return table(["equation", "", "cases", "stock 2.15", "`views=True`, 2.15", "what stock raises"], rows)
 
 
+def times_in_short() -> list[str]:
+    """Returns, for each kind of work, the time of the usual way over ours: mean, lowest and highest row."""
+    explicit = [row for row in results("call_overhead-torch2.15.0")["rows"] if row["call"] == "explicit"]
+    steps = [row["ms"] for row in results("fully_shard-torch2.15.0")["rows"]]
+    attention = [row["ms"] for network in results("attention-torch2.15.0")["networks"] for row in network["rows"]]
+    found = [
+        ("redistributes over Gloo", "stock DTensor", ratios_of("gloo_redistribute-torch2.15.0", "stock", "ours")),
+        ("overhead of a call", "stock DTensor", [row["stock"] / row["ours"] for row in explicit]),
+        (
+            "products with communication",
+            "stock DTensor",
+            [row["stock_over"]["chosen"] for row in results("gloo_matmul-torch2.15.0")["rows"]],
+        ),
+        ("many tensors", "one call per tensor", ratios_of("many_tensors-torch2.15.0", "each", "many")),
+        ("state dicts", "one broadcast per tensor", ratios_of("state_dict-torch2.15.0", "broadcast", "many")),
+        ("expert parallelism", "one row per expert", ratios_of("expert_dispatch-torch2.15.0", "repeated", "ours")),
+        (
+            "training steps over slow links",
+            "FSDP2 with every prefetch",
+            [ms["FSDP2, tuned"] / ms["ours"] for ms in steps],
+        ),
+        (
+            "FSDP2's communication",
+            "FSDP2's own transfers",
+            [row["stock_over_ours"] for n in (2, 4) for row in results(f"fsdp_comm-torch2.15.0-{n}ranks")["rows"]],
+        ),
+        ("attention over slow links", "no overlap", [ms["serial"] / ms["auto"] for ms in attention]),
+    ]
+    rows = []
+    for section, usual, ratios in found:
+        anchor = re.sub(r"[^\w ]", "", section.lower()).replace(" ", "-")
+        link = f"[{section}](benchmarks.md#{anchor})"
+        values = (statistics.geometric_mean(ratios), min(ratios), max(ratios))
+        rows.append(
+            [link, usual, str(len(ratios)), *(f"{value:.2f}" if value < 10 else f"{value:.0f}" for value in values)]
+        )
+    return table(["work", "compared with", "rows", "mean", "lowest", "highest"], rows)
+
+
+def ratios_of(file: str, usual: str, ours: str) -> list[float]:
+    return [row["us"][usual] / row["us"][ours] for row in results(file)["rows"]]
+
+
 PARTS: dict[str, Callable[[], list[str]]] = {
+    "times in short": times_in_short,
     "products over links": products_over_links,
     "links in short": links_in_short,
     "moves over links": moves_over_links,

@@ -381,7 +381,7 @@ def test_units_must_divide_the_dim() -> None:
 
 
 def test_layouts_of_different_cuts_are_unequal_even_with_equal_regions() -> None:
-    """Checks the statements of docs/api.md about `==` and about plans without steps."""
+    """Checks the statements of docs/api/layouts.md about `==` and about plans without steps."""
     mesh = _mesh((2,))
     plain = sw.Layout(mesh, (8,), ["S(0)"])
     cuts = [
