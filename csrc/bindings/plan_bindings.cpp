@@ -60,9 +60,10 @@ void define_step(py::module_& m) {
                              [](const StepView& s) { return static_cast<double>(s.predicted_ps) / 1e6; })
       .def_property_readonly(
           "replica_policy", [](const StepView& s) { return replica_policy_name(s.step.policy); },
-          "The way in which ranks with equal data share its sending. ``\"none\"``: each receiver reads from one of "
-          "these ranks. ``\"messages\"``: they divide the messages. ``\"bytes\"``: they divide the elements, which "
-          "splits some messages. ``\"nodes\"``: they serve their own nodes first and divide the rest.")
+          "The way in which ranks with equal data share its sending. ``\"aligned\"``: each receiver reads from one of "
+          "these ranks. ``\"whole_messages\"``: they divide the messages. ``\"even_bytes\"``: they divide the "
+          "elements, which splits some messages. ``\"node_local\"``: they serve their own nodes first and divide the "
+          "rest.")
       .def_property_readonly(
           "wire_bytes_max", [](const StepView& s) { return s.traffic.received_bytes_max; },
           "Bytes received from other ranks by the rank that receives most.")

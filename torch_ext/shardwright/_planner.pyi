@@ -327,9 +327,9 @@ class Step:
     def predicted_us(self) -> float: ...
     @property
     def replica_policy(self) -> str:
-        """The way in which ranks with equal data share its sending. ``"none"``: each receiver reads from one of these
-        ranks. ``"messages"``: they divide the messages. ``"bytes"``: they divide the elements, which splits some
-        messages. ``"nodes"``: they serve their own nodes first and divide the rest."""
+        """The way in which ranks with equal data share its sending. ``"aligned"``: each receiver reads from one of
+        these ranks. ``"whole_messages"``: they divide the messages. ``"even_bytes"``: they divide the elements, which
+        splits some messages. ``"node_local"``: they serve their own nodes first and divide the rest."""
 
     @property
     def wire_bytes_max(self) -> int:
