@@ -46,7 +46,7 @@ BUILD_STAMP := $(VENV)/.stamp-build-cuda-$(or $(SHARDWRIGHT_CUDA),detect)
 LINT_STAMP  := $(LINT_VENV)/.stamp
 DOCS_STAMP  := $(DOCS_VENV)/.stamp
 
-.PHONY: help venv build wheel wheels sdist demo test test-cpp test-python test-async mutation-proof bench bench-experts bench-many bench-fsdp bench-fully-shard bench-planner bench-planning bench-reshard bench-state-dict bench-hunt bench-before-after bench-xla bench-ranking bench-overhead bench-overlap bench-matmul bench-links bench-attention test-links torch-tests docs lint format sanitize tsan fuzz fuzz-build fuzz-gloo hunt stubs gpu clean distclean
+.PHONY: help venv build wheel wheels sdist demo test test-cpp test-python test-async mutation-proof bench bench-experts bench-many bench-fsdp bench-fully-shard bench-planner bench-planning bench-reshard bench-state-dict bench-hunt bench-before-after bench-xla bench-ranking bench-overhead bench-overlap bench-matmul bench-links bench-attention test-links test-integrations torch-tests docs lint format sanitize tsan fuzz fuzz-build fuzz-gloo hunt stubs gpu clean distclean
 
 help:
 	@echo 'make build      make the environment, build shardwright and install it there'
@@ -71,6 +71,7 @@ help:
 	@echo 'make bench-links  overlapping products and redistributes over links of 0.5 to 4 Gbit/s (root, iproute2)'
 	@echo 'make bench-attention  every method of context-parallel attention over such links (root, iproute2)'
 	@echo 'make test-links  training over lossy, slow and failing links (root, iproute2)'
+	@echo 'make test-integrations  tests with transformers, in an environment of its own (requirements/integrations.txt)'
 	@echo 'make bench-overlap  the predicted overlap of communication with products; measures nothing'
 	@echo 'make torch-tests SRC=folder  PyTorch'"'"'s own tests of DTensor, stock against shardwright (FILES=..., K=..., ARGS=...)'
 	@echo 'make lint       clang-format, ruff, mypy, structure, wording; make format fixes formatting'
@@ -215,6 +216,20 @@ ASYNC_NAMES := $(if $(QUICK),operators races,async attention attention_forms bac
 ASYNC_TESTS ?= tests/async_device $(patsubst %,tests/python/test_%.py,$(ASYNC_NAMES))
 test-async: build
 	$(HERE) $(PY) -m pytest -q --device asyncdev -c pyproject.toml $(ASYNC_TESTS) $(QUICK_ARGS) $(ARGS)
+
+# Tests with other libraries, in an environment that finds torch and shardwright in $(VENV).
+INTEGRATIONS_VENV := $(VENV)-integrations
+INTEGRATIONS_PY := $(INTEGRATIONS_VENV)/bin/python
+INTEGRATIONS_STAMP := $(INTEGRATIONS_VENV)/.stamp
+test-integrations: build $(INTEGRATIONS_STAMP)
+	$(INTEGRATIONS_PY) -m pytest -q -c pyproject.toml tests/integrations $(ARGS)
+
+SITE_PACKAGES := import sysconfig; print(sysconfig.get_path("purelib"))
+$(INTEGRATIONS_STAMP): $(ENV_STAMP) requirements/integrations.txt
+	$(PY) -m venv $(INTEGRATIONS_VENV)
+	@$(PY) -c '$(SITE_PACKAGES)' >"$$($(INTEGRATIONS_PY) -c '$(SITE_PACKAGES)')/base.pth"
+	@$(INTEGRATIONS_PY) -m pip install --disable-pip-version-check --progress-bar off -q -r requirements/integrations.txt
+	@touch $@
 
 # Removes each wait and event of the executor in turn and checks that a test fails. Takes an hour.
 mutation-proof: build

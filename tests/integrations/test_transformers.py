@@ -1,0 +1,143 @@
+"""transformers' FSDP, tensor and expert parallelism, and its checkpoints, have stock's results with shardwright."""
+# ruff: noqa: E402 (imports follow the check that transformers is installed)
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("transformers", minversion="5.24")
+
+from safetensors.torch import load_file
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing import assert_close
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.distributed import DistributedConfig, load_optimizer_distributed, save_optimizer_distributed
+from transformers_models import batch, local, loss_of, sharded, unsharded
+
+import shardwright as sw
+from allocations import allocated_peak
+from pool import Pool
+
+WORLD = 4
+FSDP_AND_TP = {"fsdp_size": 2, "tp_size": 2}
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-6}
+STEPS = 3
+SMALL = 1 << 16  # bytes of tensors that are not weights
+
+
+def _train(model: Any, batches: list[torch.Tensor]) -> tuple[list[float], torch.optim.Optimizer]:
+    """Trains with the mean loss over batches. Returns the losses of this rank and the optimizer."""
+    # Weights on meshes of one dim and of two cannot share a list, as `foreach` needs.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    losses = []
+    for _ in range(STEPS):
+        loss = torch.stack([loss_of(model, ids) for ids in batches]).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, optimizer
+
+
+def _mean_over_data(values: list[float]) -> torch.Tensor:
+    """Returns the mean of each value over all ranks."""
+    mean = torch.tensor(values)
+    dist.all_reduce(mean)
+    return mean / dist.get_world_size()
+
+
+def _train_both(folder: pathlib.Path) -> int:
+    whole = unsharded("llama", folder)
+    ids = batch(dist.get_rank() // 2)
+    stock = sharded("llama", folder, **FSDP_AND_TP)
+    stock_losses, _ = _train(stock, [ids])
+    sw.reset_stats()
+    with sw.enabled(strict=True):
+        ours = sharded("llama", folder, **FSDP_AND_TP)
+        losses, _ = _train(ours, [ids])
+    assert_close(losses, stock_losses, **TOLERANCE)
+    for weight, other in zip(ours.parameters(), stock.parameters(), strict=True):
+        assert weight.placements == other.placements
+        assert_close(local(weight), local(other), **TOLERANCE)
+    expected, _ = _train(whole, [batch(0), batch(1)])
+    assert_close(_mean_over_data(losses), torch.tensor(expected), **TOLERANCE)
+    assert sw.stats()["fallbacks"] == 0
+    return int(sw.stats()["calls"])
+
+
+def test_training_with_fsdp_and_tensor_parallelism(pool: Pool, tmp_path: pathlib.Path) -> None:
+    """Losses and weights equal stock's and those of the unsharded model, and every redistribute is ours."""
+    assert min(pool.run(_train_both, WORLD, tmp_path)) > 0
+
+
+def _state_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [local(x) for state in optimizer.state.values() for x in state.values() if torch.is_tensor(x)]
+
+
+def _save_and_load(name: str, folder: pathlib.Path) -> None:
+    """Saves and loads a model and its optimizer, in all combinations of stock's path and ours."""
+    unsharded(name, folder)
+    model = sharded(name, folder, **FSDP_AND_TP)
+    _, optimizer = _train(model, [batch(dist.get_rank() // 2)])
+    ways = {"stock": contextlib.nullcontext, "ours": lambda: sw.enabled(strict=True)}
+    for way, enabled in ways.items():
+        with enabled():
+            model.save_pretrained(folder / way, distributed_checkpoint=True)
+            save_optimizer_distributed(model, optimizer, str(folder / f"{way}-optimizer"))
+            model.save_pretrained(folder / f"{way}-full")
+    for kind in ("", "-full"):
+        files, others = (sorted((folder / f"{way}{kind}").glob("*.safetensors")) for way in ways)
+        assert [file.name for file in files] == [file.name for file in others]
+        for file, other in zip(files, others, strict=True):
+            tensors, expected = load_file(file), load_file(other)
+            assert tensors.keys() == expected.keys()
+            assert all(torch.equal(tensors[key], expected[key]) for key in tensors)
+    for way, enabled in ways.items():
+        for saved in ways:
+            with enabled():
+                loaded = sharded(name, folder / saved, **FSDP_AND_TP)
+                trained = sharded(name, folder, **FSDP_AND_TP)
+                _, other = _train(trained, [batch(7)])
+                load_optimizer_distributed(trained, other, str(folder / f"{saved}-optimizer"))
+            for weight, expected in zip(loaded.parameters(), model.parameters(), strict=True):
+                assert weight.placements == expected.placements, way
+                assert torch.equal(local(weight), local(expected)), way
+            pairs = zip(_state_of(other), _state_of(optimizer), strict=True)
+            assert all(torch.equal(state, expected) for state, expected in pairs), way
+
+
+@pytest.mark.parametrize("name", ["llama", "tied llama"])
+def test_checkpoints_are_stock_checkpoints(pool: Pool, tmp_path: pathlib.Path, name: str) -> None:
+    """The files hold the same tensors as stock's. Each path loads the other's, with equal weights and states."""
+    pool.run(_save_and_load, WORLD, name, tmp_path)
+
+
+def _saving_peaks(folder: pathlib.Path) -> tuple[int, int, int, int]:
+    """Returns the peaks of stock and ours, the bytes of strided shards here, and those of the largest full tensor."""
+    config = LlamaConfig(
+        vocab_size=8192, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4
+    )
+    if dist.get_rank() == 0:
+        LlamaForCausalLM(config).save_pretrained(folder)
+    dist.barrier()
+    model = LlamaForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(**FSDP_AND_TP))
+    peaks = []
+    for enabled in (contextlib.nullcontext, lambda: sw.enabled(strict=True)):
+        with enabled():  # once before, so that nothing is cached for the first time
+            model.save_pretrained(folder / "warm", distributed_checkpoint=True)
+            peaks.append(allocated_peak(model.save_pretrained, folder / "saved", distributed_checkpoint=True)[1])
+    weights = list(model.parameters())
+    strided = [x for x in weights if any(isinstance(placement, _StridedShard) for placement in x.placements)]
+    return peaks[0], peaks[1], sum(local(x).nbytes for x in strided), max(x.nbytes for x in weights)
+
+
+def test_saving_allocates_no_full_tensor(pool: Pool, tmp_path: pathlib.Path) -> None:
+    """Saving allocates the new shards of the weights that are redistributed; stock also allocates full weights."""
+    for stock, ours, strided, largest in pool.run(_saving_peaks, WORLD, tmp_path):
+        assert ours <= strided + SMALL < largest + SMALL < stock
