@@ -81,6 +81,7 @@ ORDER = (
     "cli",
     "__main__",
     "drop_in",
+    "integrations",
 )
 
 MAX_FILE_LINES = 500
@@ -102,6 +103,7 @@ MAX_CODE_LINES = {
     "experts": 603,
     "fsdp": 5082,
     "graph": 299,
+    "integrations": 50,
     "layouts": 447,
     "matmul": 603,
     "planning": 208,

@@ -18,9 +18,10 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing import assert_close
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.distributed import DistributedConfig, load_optimizer_distributed, save_optimizer_distributed
-from transformers_models import batch, local, loss_of, sharded, unsharded
+from transformers_models import batch, full, local, loss_of, mean_gradients, sharded, unsharded
 
 import shardwright as sw
+import shardwright.integrations.transformers  # noqa: F401 (registers names)
 from allocations import allocated_peak
 from pool import Pool
 
@@ -141,3 +142,70 @@ def test_saving_allocates_no_full_tensor(pool: Pool, tmp_path: pathlib.Path) -> 
     """Saving allocates the new shards of the weights that are redistributed; stock also allocates full weights."""
     for stock, ours, strided, largest in pool.run(_saving_peaks, WORLD, tmp_path):
         assert ours <= strided + SMALL < largest + SMALL < stock
+
+
+def _check_gradients(
+    model: Any, name: str, folder: pathlib.Path, batches: list[torch.Tensor], ids: torch.Tensor
+) -> None:
+    """Compares one step on this rank's batch with the unsharded model's mean over batches, in loss and gradients."""
+    expected_loss, expected = mean_gradients(unsharded(name, folder), batches)
+    loss = loss_of(model, ids)
+    loss.backward()
+    assert_close(_mean_over_data([loss.item()]).item(), expected_loss, **TOLERANCE)
+    for key, weight in model.named_parameters():
+        assert_close(full(weight.grad), expected[key], msg=lambda text, key=key: f"{key}: {text}", **TOLERANCE)
+
+
+def _experts(name: str, folder: pathlib.Path, sizes: dict[str, int]) -> int:
+    unsharded(name, folder)
+    model = sharded(name, folder, ep_implementation="shardwright", **sizes)
+    batches = [batch(index, 5 + index) for index in range(sizes.get("fsdp_size", 1))]
+    sw.reset_stats()
+    _check_gradients(model, name, folder, batches, batches[dist.get_rank() // sizes.get("tp_size", 1)])
+    return int(sw.stats()["dispatches"])
+
+
+LAYOUTS_OF_EXPERTS = [
+    {"fsdp_size": 4, "ep_size": 4},
+    {"fsdp_size": 4, "ep_size": 2},
+    {"tp_size": 4, "ep_size": 4},
+    {"fsdp_size": 2, "tp_size": 2, "ep_size": 4},
+]
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3 moe"])
+@pytest.mark.parametrize("sizes", LAYOUTS_OF_EXPERTS, ids=str)
+def test_experts(pool: Pool, tmp_path: pathlib.Path, name: str, sizes: dict[str, int]) -> None:
+    """Loss and gradients are those of the unsharded model, with batches of different sizes, and our dispatch runs."""
+    assert pool.run(_experts, WORLD, name, tmp_path, sizes) == [2] * WORLD  # one for each layer
+
+
+def _one_expert(folder: pathlib.Path, sizes: dict[str, int], dtype: torch.dtype) -> None:
+    """Sends all tokens to expert 0, so that most ranks have no rows."""
+    whole = unsharded("mixtral", folder).model.layers[0].mlp.experts.to(dtype)
+    x = torch.randn(6, 32, dtype=dtype)
+    ids = torch.tensor([[0, 1]] * 6)
+    scores = torch.rand(6, 2)  # float32, as routers make them
+    results = []
+    for options in (None, "all_to_all", "shardwright"):
+        experts = whole
+        if options is not None:
+            model = sharded("mixtral", folder, ep_implementation=options, **sizes).to(dtype)
+            experts = model.model.layers[0].mlp.experts
+        leaves = [x.clone().requires_grad_(), scores.clone().requires_grad_()]
+        y = experts(leaves[0], ids, leaves[1])
+        y.square().sum().backward()
+        results.append([y, *(leaf.grad for leaf in leaves)])
+        if options is not None:
+            assert all(weight.grad is not None for weight in experts.parameters())
+    tolerance = TOLERANCE if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-4}
+    for actual, stock, expected in zip(results[2], results[1], results[0], strict=True):
+        assert actual.dtype == stock.dtype
+        assert_close(actual, expected, check_dtype=False, **tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sizes", LAYOUTS_OF_EXPERTS[:3:2], ids=str)
+def test_experts_without_tokens(pool: Pool, tmp_path: pathlib.Path, sizes: dict[str, int], dtype: torch.dtype) -> None:
+    """Ranks whose experts get no token take part, and their weights get gradients."""
+    pool.run(_one_expert, WORLD, tmp_path, sizes, dtype)
