@@ -103,7 +103,7 @@ MAX_CODE_LINES = {
     "experts": 603,
     "fsdp": 5082,
     "graph": 299,
-    "integrations": 50,
+    "integrations": 110,
     "layouts": 447,
     "matmul": 603,
     "planning": 208,

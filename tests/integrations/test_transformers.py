@@ -18,12 +18,12 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing import assert_close
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.distributed import DistributedConfig, load_optimizer_distributed, save_optimizer_distributed
-from transformers_models import batch, full, local, loss_of, mean_gradients, sharded, unsharded
+from transformers_models import MODELS, batch, full, local, loss_of, mean_gradients, sharded, unsharded
 
 import shardwright as sw
-import shardwright.integrations.transformers  # noqa: F401 (registers names)
 from allocations import allocated_peak
 from pool import Pool
+from shardwright.integrations.transformers import tp_plan
 
 WORLD = 4
 FSDP_AND_TP = {"fsdp_size": 2, "tp_size": 2}
@@ -209,3 +209,34 @@ def _one_expert(folder: pathlib.Path, sizes: dict[str, int], dtype: torch.dtype)
 def test_experts_without_tokens(pool: Pool, tmp_path: pathlib.Path, sizes: dict[str, int], dtype: torch.dtype) -> None:
     """Ranks whose experts get no token take part, and their weights get gradients."""
     pool.run(_one_expert, WORLD, tmp_path, sizes, dtype)
+
+
+def _styles(name: str, folder: pathlib.Path, sizes: dict[str, int], sequence_parallel: bool) -> None:
+    unsharded(name, folder)
+    model = sharded(name, folder, tp_plan=tp_plan(*MODELS[name], sequence_parallel=sequence_parallel), **sizes)
+    batches = [batch(index) for index in range(sizes.get("fsdp_size", 1))]
+    ids = batches[dist.get_rank() // sizes["tp_size"]]
+    lengths = []
+    model.model.layers[0].register_forward_hook(lambda module, inputs, output: lengths.append(local(output).shape[1]))
+    sw.reset_stats()
+    with sw.enabled(strict=True):
+        _check_gradients(model, name, folder, batches, ids)
+    rank_in_group = dist.get_rank() % sizes["tp_size"]
+    part = len(torch.arange(ids.shape[1]).chunk(sizes["tp_size"])[rank_in_group])
+    assert lengths == [part if sequence_parallel else ids.shape[1]]
+    assert sw.stats()["products"] >= 15  # seven linear layers in each of two blocks, and the head
+    with torch.no_grad():
+        assert_close(model(input_ids=ids).logits, unsharded(name, folder)(input_ids=ids).logits, **TOLERANCE)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["replicated", "sequence"])
+@pytest.mark.parametrize("sizes", [{"tp_size": 4}, FSDP_AND_TP], ids=str)
+@pytest.mark.parametrize("name", ["llama", "tied llama", "qwen3"])
+def test_styles(pool: Pool, tmp_path: pathlib.Path, name: str, sizes: dict[str, int], sequence_parallel: bool) -> None:
+    """Losses, gradients and logits are those of the unsharded model, also for sequences of uneven parts."""
+    pool.run(_styles, WORLD, name, tmp_path, sizes, sequence_parallel)
+
+
+def test_sequence_parallel_experts_are_refused() -> None:
+    with pytest.raises(ValueError, match="got moe_tp_experts, packed_colwise"):
+        tp_plan(*MODELS["mixtral"], sequence_parallel=True)
