@@ -23,7 +23,7 @@ from transformers_models import MODELS, batch, full, local, loss_of, mean_gradie
 import shardwright as sw
 from allocations import allocated_peak
 from pool import Pool
-from shardwright.integrations.transformers import tp_plan
+from shardwright.integrations.transformers import fully_sharded, tp_plan
 
 WORLD = 4
 FSDP_AND_TP = {"fsdp_size": 2, "tp_size": 2}
@@ -240,3 +240,39 @@ def test_styles(pool: Pool, tmp_path: pathlib.Path, name: str, sizes: dict[str, 
 def test_sequence_parallel_experts_are_refused() -> None:
     with pytest.raises(ValueError, match="got moe_tp_experts, packed_colwise"):
         tp_plan(*MODELS["mixtral"], sequence_parallel=True)
+
+
+def _fully_sharded(name: str, folder: pathlib.Path, sizes: dict[str, int]) -> None:
+    unsharded(name, folder)
+    with fully_sharded():
+        model = sharded(name, folder, **sizes)
+    assert type(model).__name__.startswith("Sharded")
+    batches = [batch(index) for index in range(sizes["fsdp_size"])]
+    ids = batches[dist.get_rank() // sizes.get("tp_size", 1)]
+    for _ in range(2):  # a recorded step, and a scheduled one
+        loss_of(model, ids).backward()
+        model.zero_grad()
+    _check_gradients(model, name, folder, batches, ids)
+    _train(model, [ids])
+    with sw.enabled(strict=True):
+        model.save_pretrained(folder / "saved", distributed_checkpoint=True)
+        loaded = sharded(name, folder / "saved", **sizes)
+    assert type(loaded).__name__.startswith("FSDP")
+    for weight, expected in zip(loaded.parameters(), model.parameters(), strict=True):
+        assert weight.placements == expected.placements
+        assert torch.equal(local(weight), local(expected))
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("llama", {"fsdp_size": 4}),
+        ("tied llama", FSDP_AND_TP),
+        ("mixtral", {"fsdp_size": 2, "tp_size": 2, "ep_size": 4}),
+        ("mixtral", {"fsdp_size": 4, "ep_size": 2}),
+    ],
+    ids=str,
+)
+def test_fully_sharded(pool: Pool, tmp_path: pathlib.Path, name: str, sizes: dict[str, int]) -> None:
+    """Models sharded by sw.fully_shard have the unsharded model's gradients. Their checkpoints load under FSDP2."""
+    pool.run(_fully_sharded, WORLD, name, tmp_path, sizes)

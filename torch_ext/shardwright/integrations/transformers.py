@@ -4,6 +4,8 @@
 
     DistributedConfig(fsdp_size=4, ep_size=4, ep_implementation="shardwright")  # tokens to experts
     DistributedConfig(tp_size=4, tp_plan=tp_plan(LlamaForCausalLM, config))  # products that hide communication
+    with fully_sharded():  # `shardwright.fully_shard` in place of FSDP2
+        model = LlamaForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(fsdp_size=4))
 
 Redistributes need no import: ``with sw.enabled():`` around transformers' calls covers training with tensor parallelism
 and checkpoints of FSDP with tensor parallelism. docs/integrations.md has the measurements.
@@ -11,20 +13,24 @@ and checkpoints of FSDP with tensor parallelism. docs/integrations.md has the me
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from transformers.distributed import fsdp
 from transformers.distributed import tensor_parallel as stock
 from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
 from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES, replace_layer_number_by_wildcard
 
 from .. import parallel
 from ..experts import combine, dispatch
+from ..fsdp import fully_shard
 
-__all__ = ["ColwiseParallel", "EmbeddingParallel", "ExpertParallel", "RowwiseParallel", "tp_plan"]
+__all__ = ["ColwiseParallel", "EmbeddingParallel", "ExpertParallel", "RowwiseParallel", "fully_sharded", "tp_plan"]
 
 NAME = "shardwright"
 SEQUENCE = Shard(1)  # of activations ``[batch, sequence, hidden]``
@@ -172,6 +178,17 @@ def tp_plan(model_class: type[nn.Module], config: Any, *, sequence_parallel: boo
         if name.endswith("norm.weight") and weight.shape == (config.hidden_size,)
     }
     return {name: f"{NAME}_sequence_{style}" for name, style in (norms | plan).items()}
+
+
+@contextlib.contextmanager
+def fully_sharded() -> Iterator[None]:
+    """A block in which transformers shards models by `shardwright.fully_shard` instead of FSDP2, in all threads."""
+    stock_fully_shard = fsdp.fully_shard
+    fsdp.fully_shard = fully_shard
+    try:
+        yield
+    finally:
+        fsdp.fully_shard = stock_fully_shard
 
 
 EPImplementationInterface.register(NAME, ExpertParallel)
