@@ -94,7 +94,7 @@ SOURCES = ("csrc", "torch_ext", "benchmarks", "examples", "tools")  # folders th
 # for both modules. Before raising a limit, look for code that belongs there. Docstrings, comments and blank lines do
 # not count.
 MAX_CODE_LINES = {
-    ".": 1062,
+    ".": 940,
     "attention": 789,
     "calibration": 458,
     "cli": 525,
@@ -106,6 +106,7 @@ MAX_CODE_LINES = {
     "integrations": 125,
     "layouts": 447,
     "matmul": 603,
+    "parallel": 200,
     "planning": 208,
     "rules": 718,
     "runtime": 2115,

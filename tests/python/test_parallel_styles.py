@@ -159,17 +159,20 @@ def _train_both(
     data: torch.Tensor,
     src: list[str],
     own_styles: dict[str, ParallelStyle] | None = None,
+    replaced_layers: int = 0,
 ) -> list[float]:
     """Trains twice from the same weights, compares, and returns the losses."""
     mesh = get_mesh((WORLD,))
     modules = [parallelize_module(copy.deepcopy(module), mesh, chosen) for chosen in (styles, own_styles or styles)]
+    if replaced_layers:
+        assert sw_parallel.replace_styles(modules[1]) == replaced_layers
     stock = _train(modules[0], mesh, data, src, engine=False)
     sw.reset_stats()
     ours = _train(modules[1], mesh, data, src, engine=True)
     stats = sw.stats()
     assert stats["fallbacks"] == 0, stats["fallback_reasons"]
     assert stats["calls"] > 0
-    assert (stats["products"] > 0) == (own_styles is not None)
+    assert (stats["products"] > 0) == (own_styles is not None or replaced_layers > 0)
     _compare(stock, ours)
     return [loss for loss, _ in ours]
 
@@ -188,6 +191,11 @@ def _block(length: int) -> list[float]:
 def _block_of_own_styles(length: int, shares_gather: bool) -> list[float]:
     torch.manual_seed(2)
     return _train_both(Block(), _styles(), torch.randn(length, BATCH, WIDTH), ["S(0)"], _own_styles(shares_gather))
+
+
+def _block_of_replaced_styles(length: int) -> list[float]:
+    torch.manual_seed(2)
+    return _train_both(Block(), _styles(), torch.randn(length, BATCH, WIDTH), ["S(0)"], replaced_layers=7)
 
 
 def _assert_same_and_falling(losses: list[list[float]]) -> None:
@@ -210,6 +218,64 @@ def test_attention_block_trains_as_stock(pool: Pool, length: int) -> None:
 def test_attention_block_trains_as_stock_under_our_styles(pool: Pool, length: int, shares_gather: bool) -> None:
     """With our styles, gathers and scatters overlap with products; PyTorch's styles cannot do that."""
     _assert_same_and_falling(pool.run(_block_of_own_styles, WORLD, length, shares_gather))
+
+
+@pytest.mark.parametrize("length", [8, 7], ids=["even", "2+2+2+1"])
+def test_replaced_styles_train_as_stock(pool: Pool, length: int) -> None:
+    _assert_same_and_falling(pool.run(_block_of_replaced_styles, WORLD, length))
+
+
+class _WithKeyword(nn.Module):
+    """Passes its input to two layers by keyword, beside an argument that no style prepares."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Mlp()
+        self.inner.forward = lambda scale, x: scale * Mlp.forward(self.inner, x)  # type: ignore[method-assign]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(2.0, x=x)
+
+
+def _replaced_gather() -> tuple[int, int, int]:
+    """Returns the collectives and received bytes of a forward before and after, and the bytes of a part of `x`."""
+    mesh = get_mesh((WORLD,))
+    torch.manual_seed(6)
+    styles = {
+        "inner": PrepareModuleInput(
+            input_kwarg_layouts={"x": Shard(0)},
+            desired_input_kwarg_layouts={"x": Replicate()},
+            input_layouts=(None,),
+            desired_input_layouts=(None,),
+        ),
+        "inner.gate": ColwiseParallel(),
+        "inner.up": ColwiseParallel(),
+        "inner.down": RowwiseParallel(output_layouts=Shard(0)),
+    }
+    module = parallelize_module(_WithKeyword(), mesh, styles)
+    state = {name: _full(weight) for name, weight in module.state_dict().items()}
+    part = torch.randn(2, BATCH, WIDTH).to(device)
+    received = []
+    results = []
+    for replaces in (False, True):
+        if replaces:
+            assert sw_parallel.replace_styles(module) == 3
+            with pytest.raises(ValueError, match="module must be a model with linear layers under PyTorch's parallel"):
+                sw_parallel.replace_styles(module)
+        module(part)  # makes plans and groups
+        with sw.debug.wire_meter() as meter, torch.no_grad():
+            results.append(module(part))
+        received.append(meter.received_bytes)
+    torch.testing.assert_close(results[1], results[0])
+    assert all(torch.equal(_full(weight), state[name]) for name, weight in module.state_dict().items())
+    return received[0], received[1], part.nbytes
+
+
+def test_replaced_styles_gather_once(pool: Pool) -> None:
+    """A module's gathered input is received once, with the first layer, and sums are scattered."""
+    for stock, ours, part in pool.run(_replaced_gather, WORLD):
+        assert ours == 2 * (WORLD - 1) * part
+        assert ours <= stock
 
 
 def _bytes_of_three_layers(shares_gather: bool, plain: bool) -> tuple[int, int]:

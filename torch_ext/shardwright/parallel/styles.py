@@ -1,12 +1,4 @@
-"""PyTorch's tensor-parallel styles, with communication that overlaps with the layer's product.
-
-    from shardwright.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
-
-They are for ``torch.distributed.tensor.parallel.parallelize_module``. Arguments, parameters, results and state dicts
-are those of the styles of the same names in ``torch.distributed.tensor.parallel``. A column-parallel layer takes a
-sequence shard and gathers it in chunks while it multiplies, a row-parallel one scatters its sums in chunks, and their
-backwards do the reverse (`shardwright.linear`). Layers other than ``nn.Linear`` are handled by PyTorch.
-"""
+"""The styles of `shardwright.parallel`, and the forwards of their layers."""
 
 from __future__ import annotations
 
@@ -22,9 +14,9 @@ from torch._prims_common import make_contiguous_strides_for
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard, distribute_module
 
-from .attention.context import Attending
-from .matmul import tensors
-from .matmul.functions import linear
+from ..attention.context import Attending
+from ..matmul import tensors
+from ..matmul.functions import linear
 
 __all__ = ["ColwiseParallel", "ContextParallel", "RowwiseParallel", "SequenceParallel"]
 
@@ -130,17 +122,22 @@ def _distribute(
         module,
         device_mesh,
         style._partition_linear_fn,
-        partial(_annotate, style.input_layouts),
-        partial(_hand_out, style.use_local_output),
+        partial(annotate, style.input_layouts),
+        partial(hand_out, style.use_local_output),
     )
-    # These are set on the instance, so that its class, its name and its state dict do not change.
-    module._shardwright_how = {"placements": style.output_layouts, **how}  # type: ignore[assignment]
-    forward = _forward_sharing if shares_gather else _forward
-    module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
+    install_forward(module, {"placements": style.output_layouts, **how}, shares_gather)
     return module
 
 
-def _annotate(
+def install_forward(module: nn.Linear, how: dict[str, Any], shares_gather: bool) -> None:
+    """Replaces the forward of a layer with sharded weights. `how` are the options of `shardwright.linear`."""
+    # These are set on the instance, so that its class, its name and its state dict do not change.
+    module._shardwright_how = how  # type: ignore[assignment]
+    forward = _forward_sharing if shares_gather else _forward
+    module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
+
+
+def annotate(
     layouts: tuple[Placement, ...], module: nn.Module, inputs: tuple[Any, ...], device_mesh: DeviceMesh
 ) -> Any:
     """Returns the layer's input as a DTensor with the placements `layouts`, which holds the given tensor too."""
@@ -202,6 +199,6 @@ def _forward_sharing(module: nn.Linear, x: DTensor) -> DTensor:
     return y
 
 
-def _hand_out(use_local_output: bool, module: nn.Module, output: DTensor, device_mesh: DeviceMesh) -> torch.Tensor:
+def hand_out(use_local_output: bool, module: nn.Module, output: DTensor, device_mesh: DeviceMesh) -> torch.Tensor:
     """Returns the layer's output, as this rank's part if `use_local_output`."""
     return output.to_local() if use_local_output else output
