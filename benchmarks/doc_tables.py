@@ -23,7 +23,10 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = [ROOT / "docs" / name for name in ("index.md", "supported.md", "benchmarks.md", "links.md", "views.md")]
+PAGES = [
+    ROOT / "docs" / name
+    for name in ("index.md", "supported.md", "benchmarks.md", "links.md", "views.md", "integrations.md")
+]
 END = "<!-- end -->"
 WIDTH = 120
 
@@ -376,6 +379,25 @@ def ratios_of(file: str, usual: str, ours: str) -> list[float]:
     return [row["us"][usual] / row["us"][ours] for row in results(file)["rows"]]
 
 
+def transformers() -> list[str]:
+    rows = []
+    for row in results("transformers-torch2.15.0")["rows"]:
+        ours = ", ".join(f"{count} {name}" for name, count in row["ours"]["our_calls"].items())
+        pairs = [[row[way][key] / 2**20 for way in ("stock", "ours")] for key in ("received_bytes", "peak_bytes")]
+        sizes = [f"{number(stock)} / {number(mine)} MiB" for stock, mine in pairs]
+        times = f"{row['stock']['ms']:,.0f} / {row['ours']['ms']:,.0f} ms"
+        rows.append([row["case"], row["change"], ours or "–", times, *sizes])
+    head = [
+        "what",
+        "what you change",
+        "our calls",
+        "time, stock / ours",
+        "received, stock / ours",
+        "memory, stock / ours",
+    ]
+    return table(head, rows)
+
+
 PARTS: dict[str, Callable[[], list[str]]] = {
     "times in short": times_in_short,
     "products over links": products_over_links,
@@ -389,6 +411,7 @@ PARTS: dict[str, Callable[[], list[str]]] = {
     "attention over links": attention,
     "attention on two levels": attention_on_two_levels,
     "einsum": einsum,
+    "transformers": transformers,
     "overhead": overhead,
     "planning": planning,
     "planning on four meshes": hunt,
