@@ -5,7 +5,7 @@
 
 Runs on CPU with Gloo: five steps under ``strict=True``, once with ``tp_plan="auto"`` and once with a DistributedConfig,
 next to the same steps of the unsharded model on each rank. Prints the losses of both and shardwright's counters. Exits
-with 1 if the losses differ or any redistribute fell back to PyTorch. Tested with transformers 5.23.
+with 1 if the losses differ or any redistribute fell back to PyTorch. Tested with transformers 5.24.
 """
 
 from __future__ import annotations
