@@ -55,7 +55,7 @@ def test_json_contains_segments() -> None:
     table["pieces"] = table.pop("segments")  # the older name of segments
     assert sw.planning.plan_from_json(json.dumps(table)).to_bytes() == plan.to_bytes()
     table["pieces"]["count"] = 33
-    with pytest.raises(ValueError, match="segments must be .*, got 33 segments of tensor dim 2"):
+    with pytest.raises(ValueError, match="segments must divide .*, got 33 segments of tensor dim 2"):
         sw.planning.plan_from_json(json.dumps(table))
 
 

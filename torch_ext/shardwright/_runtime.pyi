@@ -217,12 +217,7 @@ class DevicePlacement:
         """Returns `send_rows` and `returns` of a `RowExchange`, and the number of codes without a row."""
 
 def expand_rows_on_device(
-    codes: torch.Tensor,
-    first_replica: int,
-    num_local: int,
-    origins: torch.Tensor | None,
-    capacity: int,
-    max_pairs: int,
+    codes: torch.Tensor, first_replica: int, num_local: int, origins: torch.Tensor | None, capacity: int, max_pairs: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Does what `expand_rows` does for at most `max_pairs` pairs and `capacity` pairs of each expert. Also returns the
     number of dropped pairs."""
