@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.autograd import forward_ad
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 import fuzz
 import oracle
@@ -161,6 +162,22 @@ def _gradient_with_a_mesh_dim_of_size_one() -> None:
 
 def test_gradient_with_a_mesh_dim_of_size_one(pool: Pool) -> None:
     pool.run(_gradient_with_a_mesh_dim_of_size_one, 4)
+
+
+def _asynchronous_input() -> None:
+    mesh = _mesh((4,))
+    cut, whole, other = (sw.Layout(mesh, (8, 4), [kind]) for kind in ("S(0)", "R", "S(1)"))
+    x = torch.ones(2, 4, requires_grad=True)
+    gathered = sw.redistribute_local(x, cut, whole, async_op=True)
+    assert isinstance(gathered, AsyncCollectiveTensor)
+    results = [sw.redistribute_local(gathered, whole, dst) for dst in (cut, other, whole)]
+    torch.stack([result.sum() for result in results]).sum().backward()
+    assert x.grad is not None and torch.equal(x.grad, torch.full((2, 4), 3.0)), x.grad
+
+
+@pytest.mark.cpu_only("results of other devices are complete on the host")
+def test_asynchronous_inputs_keep_their_history(pool: Pool) -> None:
+    pool.run(_asynchronous_input, 4)
 
 
 def _lazy_views() -> None:

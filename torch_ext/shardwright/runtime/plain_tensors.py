@@ -67,16 +67,15 @@ def redistribute_local(
         known = None
     if known is not None and known.answers(local):
         return executables.run_again(known.executable, local, async_op)
-    if isinstance(local, AsyncCollectiveTensor):
-        local = local.wait()
+    given, local = local, waited(local)  # autograd knows only the given tensor
     argument_checks.check_moved("local", local)
     rank = _checked_rank(src, dst, group, device_mesh)
     if src.mesh.coordinate(rank) is None and dst.mesh.coordinate(rank) is None:
-        return local
+        return given
     if not checking.is_on():  # the debug mode reports a wrong input on all ranks instead
         _check_input(local, src, rank)
-    if local.requires_grad and torch.is_grad_enabled():
-        result: torch.Tensor = _RedistributeLocal.apply(local, src, dst, group, device_mesh, async_op)  # type: ignore[no-untyped-call]
+    if given.requires_grad and torch.is_grad_enabled():
+        result: torch.Tensor = _RedistributeLocal.apply(given, src, dst, group, device_mesh, async_op)  # type: ignore[no-untyped-call]
         return result
     executable = _executable(local, src, dst, group, device_mesh)
     output = executables.run(executable, local, async_op)
@@ -96,12 +95,16 @@ def redistribute_part(
 
     A part that contradicts its layout is cut or padded, as `executables.run` does, instead of an error on one rank.
     """
-    if isinstance(local, AsyncCollectiveTensor):
-        local = local.wait()
+    local = waited(local)
     rank = dist.get_rank()
     if src.mesh.coordinate(rank) is None and dst.mesh.coordinate(rank) is None:
         return local
     return executables.run(_executable(local, src, dst, None, device_mesh, make_groups), local, async_op)
+
+
+def waited(local: Any) -> Any:
+    """Returns the complete tensor of an asynchronous one, for which autograd has no history; others as they are."""
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
 def _redistribute_rarely(
@@ -268,6 +271,7 @@ class _RedistributeLocal(torch.autograd.Function):
         async_op: bool,
     ) -> torch.Tensor:
         ctx.way_back = (gradient_layout(dst, "dst"), gradient_layout(src, "src"), groups.weakly(group), device_mesh)
+        local = waited(local)
         output = executables.run(_executable(local, src, dst, group, device_mesh), local, async_op)
         return output.view_as(output) if output is local else output
 
