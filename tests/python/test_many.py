@@ -279,7 +279,7 @@ def _invalid_arguments() -> list[str]:
             lambda: sw.redistribute_many([(local, cut, "R")]),  # type: ignore[list-item]
             lambda: sw.redistribute_many([(None, cut, replicated)], device=local.device),
             lambda: sw.redistribute_many([(local.double(), cut, replicated)]),
-            lambda: sw.redistribute_many([(local.clone().requires_grad_(), cut, replicated)]),
+            lambda: sw.redistribute_many([(local.clone().requires_grad_(), cut, replicated)], async_op=True),
             lambda: sw.redistribute_many([(local, cut, partial)]),
             lambda: sw.redistribute_many([(local, cut, sw.Layout(mesh, (2, 2), ["R"]))]),
             lambda: sw.redistribute_many([(local, cut, replicated)], out=[]),
@@ -302,7 +302,7 @@ def test_errors_name_the_argument(pool: Pool) -> None:
         "items: item 0",
         "the local part of items[0] must be a tensor of shape ",
         "the local part of items[0] must be of dtype float32",
-        "redistribute_local, which is differentiable",
+        "without gradients in calls with out= or async_op=True, got one that requires a gradient",
         "destination 0 must be",
         "must have two layouts of one shape, got",
         "out must be a list of 1, one per item, got 0",

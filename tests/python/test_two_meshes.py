@@ -281,7 +281,7 @@ def _mistakes() -> None:
     x = dtensor(torch.ones(4, 3), here, PAIRS[0][0], ("S(0)",))
     with (
         sw.enabled(),
-        pytest.raises(ValueError, match="placements must be a list of one per mesh dim .*, got None"),
+        pytest.raises(ValueError, match="placements must be a list of torch.s placements, .*, got None"),
     ):
         x.redistribute(device_mesh=there)
 

@@ -39,10 +39,10 @@ if TYPE_CHECKING:
     from .debug import explain
     from .drop_in import disable, enable, enabled, redistribute
     from .fsdp import fully_shard
+    from .many import redistribute_many
     from .matmul import all_gather_matmul, linear, matmul_all_reduce, matmul_reduce_scatter
     from .runtime.connecting import connect
     from .runtime.counters import reset_stats, stats
-    from .runtime.many import redistribute_many
     from .runtime.plain_tensors import redistribute_local
     from .runtime.preparation import prepare
     from .transfers.transfer import transfer
@@ -53,10 +53,10 @@ _FUNCTIONS = {
     "debug": ("explain",),
     "drop_in": ("disable", "enable", "enabled", "redistribute"),
     "fsdp": ("fully_shard",),
+    "many": ("redistribute_many",),
     "matmul": ("all_gather_matmul", "linear", "matmul_all_reduce", "matmul_reduce_scatter"),
     "runtime.connecting": ("connect",),
     "runtime.counters": ("reset_stats", "stats"),
-    "runtime.many": ("redistribute_many",),
     "runtime.plain_tensors": ("redistribute_local",),
     "runtime.preparation": ("prepare",),
     "transfers.transfer": ("transfer",),

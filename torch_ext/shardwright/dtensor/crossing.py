@@ -21,10 +21,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .._native import _planner
 from ..graph import plans
-from ..layouts import argument_values
 from ..layouts.errors import argument_error
 from ..layouts.layout import Mesh, layout_text
-from ..runtime import counters, executables, groups
+from ..runtime import argument_checks, counters, executables, groups
 from ..runtime.agreement import Statement, in_default_store, ranks_text
 from ..runtime.plain_tensors import redistribute_part
 from . import guards, masks
@@ -55,24 +54,31 @@ def redistribute(
     for placements that are partial or not one per mesh dim. Raises RuntimeError if ranks differ in the layout of `x`,
     and in compiled code if some rank of `mesh` is not on the mesh of `x`.
     """
+    target = target_spec(x, mesh, placements, forward_dtype or x.dtype, "on another mesh")
+    moved: DTensor = _Crossing.apply(x, x._spec, target, async_op, backward_dtype, make_groups)  # type: ignore[no-untyped-call]
+    return moved
+
+
+def target_spec(
+    x: DTensor, mesh: DeviceMesh, placements: Sequence[Placement], dtype: torch.dtype, where: str
+) -> DTensorSpec:
+    """Returns the spec of `x` after a redistribute. Raises ValueError as `redistribute` does.
+
+    `where` is the reason in errors why placements may not be partial.
+    """
     if mesh.device_type != x.device_mesh.device_type:
         raise argument_error("mesh", f"of the device type of x ({x.device_mesh.device_type})", mesh.device_type)
     _check_meshes(x.device_mesh, mesh)
-    placements = argument_values.items(placements, "placements", "a list of one per mesh dim of device_mesh")
-    if len(placements) != mesh.ndim:
-        raise argument_error("placements", f"a list of {mesh.ndim}, one per mesh dim", len(placements))
+    placements = argument_checks.placements_of(placements, mesh.ndim)
     for i, placement in enumerate(placements):
         if placement.is_partial():
-            raise argument_error("placements", "Shard or Replicate on another mesh", placement)
+            raise argument_error("placements", f"Shard or Replicate {where}", placement)
         if isinstance(placement, _StridedShard) and placement.dim < 0:
             placements[i] = _StridedShard(placement.dim + x.ndim, split_factor=placement.split_factor)
         elif isinstance(placement, Shard) and placement.dim < 0:
             placements[i] = Shard(placement.dim + x.ndim)
     # Nothing is read from the local tensor, because ranks outside the mesh of x may hold any.
-    meta = TensorMeta(x.shape, x.stride(), forward_dtype or x.dtype)
-    target = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
-    moved: DTensor = _Crossing.apply(x, x._spec, target, async_op, backward_dtype, make_groups)  # type: ignore[no-untyped-call]
-    return moved
+    return DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(x.shape, x.stride(), dtype))
 
 
 def _check_meshes(here: DeviceMesh, there: DeviceMesh) -> None:
@@ -93,7 +99,7 @@ def _check_meshes(here: DeviceMesh, there: DeviceMesh) -> None:
 
 def _covers(mesh: DeviceMesh, other: DeviceMesh) -> bool:
     """Returns True if all ranks of `other` are on `mesh`."""
-    return set(Mesh(mesh).ranks) >= set(Mesh(other).ranks)
+    return mesh is other or set(Mesh(mesh).ranks) >= set(Mesh(other).ranks)
 
 
 # Layouts that ranks have compared under one default process group, for all sizes and dtypes. Entries are never dropped,
@@ -151,31 +157,43 @@ class _Crossing(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: DTensor | None) -> tuple[DTensor | None, ...]:  # type: ignore[override]
-        source, target, dtype = ctx.source, _with_dtype(ctx.target, ctx.backward_dtype), ctx.backward_dtype
         options = ctx.async_op, None, ctx.make_groups
-        if gradient is None:
-            gradient = _zeros(target)
-        elif _covers(target.mesh, source.mesh):
-            target = _with_dtype(gradient._spec, dtype)  # all participating ranks have the gradient's spec
-        elif target.mesh.get_coordinate() is not None and not _same_placement(gradient._spec, target):
-            # Ranks outside the mesh cannot see the gradient's placements, so it first gets those of the result.
-            gradient = _Crossing.apply(gradient, gradient._spec, target, *options)  # type: ignore[no-untyped-call]
-        # R in place of P, as in PyTorch's own backward; the shard order stays.
-        placements = tuple(Replicate() if p.is_partial() else p for p in source.placements)
-        moved: DTensor = _Crossing.apply(  # type: ignore[no-untyped-call]
-            gradient, target, _with_dtype(source, dtype, placements), *options
-        )
-        wanted = source.tensor_meta.dtype
-        return moved if moved.dtype == wanted else moved.to(wanted), None, None, None, None, None
+        ends = way_back(gradient, ctx.source, ctx.target, ctx.backward_dtype, *options)
+        moved: DTensor = _Crossing.apply(*ends, *options)  # type: ignore[no-untyped-call]
+        return moved.to(ctx.source.tensor_meta.dtype), None, None, None, None, None
 
 
-def _with_dtype(spec: DTensorSpec, dtype: torch.dtype, placements: tuple[Placement, ...] | None = None) -> DTensorSpec:
+def way_back(
+    gradient: DTensor | None, source: DTensorSpec, target: DTensorSpec, dtype: torch.dtype, *options: Any
+) -> tuple[DTensor, DTensorSpec, DTensorSpec]:
+    """Returns the gradient of a tensor that moved from `source` to `target`, its spec, and its spec after the way back.
+
+    All ranks return the same specs. Without a gradient, returns zeros in `target`. `options` are the last arguments of
+    `_Crossing`.
+    """
+    target = with_dtype(target, dtype)
+    if gradient is None:
+        gradient = _zeros(target)
+    elif _covers(target.mesh, source.mesh):
+        target = with_dtype(gradient._spec, dtype)  # all participating ranks have the gradient's spec
+    elif target.mesh.get_coordinate() is not None and not _same_placement(gradient._spec, target):
+        # Ranks outside the mesh cannot see the gradient's placements, so it first gets those of the result.
+        gradient = _Crossing.apply(gradient, gradient._spec, target, *options)  # type: ignore[no-untyped-call]
+    # R in place of P, as in PyTorch's own backward; the shard order stays.
+    placements = tuple(Replicate() if p.is_partial() else p for p in source.placements)
+    return gradient, target, with_dtype(source, dtype, placements)
+
+
+def with_dtype(spec: DTensorSpec, dtype: torch.dtype, placements: tuple[Placement, ...] | None = None) -> DTensorSpec:
     """Returns the spec with another dtype and, if given, other placements in the same shard order."""
     assert spec.tensor_meta is not None
+    placements = spec.placements if placements is None else placements
+    if placements == spec.placements and dtype == spec.tensor_meta.dtype:
+        return spec
     is_order = spec.use_strided_shard_as_shard_order
     return DTensorSpec(
         spec.mesh,
-        spec.placements if placements is None else placements,
+        placements,
         spec.tensor_meta._replace(dtype=dtype),
         None if is_order else spec.shard_order,
         use_strided_shard_as_shard_order=is_order,
@@ -191,8 +209,7 @@ def _same_placement(a: DTensorSpec, b: DTensorSpec) -> bool:
 def _zeros(spec: DTensorSpec) -> DTensor:
     """Returns zeros in place of a gradient that this rank does not have."""
     assert spec.tensor_meta is not None
-    layout = layout_of_spec(spec, spec.shape, spec.tensor_meta.dtype)
-    shape = layout.local_shape(dist.get_rank())
+    shape = layout_of_spec(spec, spec.shape, spec.tensor_meta.dtype).local_shape(dist.get_rank())
     local = torch.zeros(shape, dtype=spec.tensor_meta.dtype, device=spec.mesh.device_type)
     return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
 

@@ -19,9 +19,12 @@ from ..layouts.layout import Layout, Mesh
 from ..runtime import executables, groups
 
 
-def layout_of_spec(spec: DTensorSpec, shape: Sequence[int], dtype: torch.dtype) -> Layout:
-    """Returns the layout that a DTensorSpec describes for this shape. Raises ValueError for unknown placements."""
-    mesh = Mesh(spec.mesh)
+def layout_of_spec(spec: DTensorSpec, shape: Sequence[int], dtype: torch.dtype, mesh: Mesh | None = None) -> Layout:
+    """Returns the layout that a DTensorSpec describes for this shape. Raises ValueError for unknown placements.
+
+    `mesh`: the mesh of the layout, if its ranks are not global ranks.
+    """
+    mesh = Mesh(spec.mesh) if mesh is None else mesh
     if spec.use_strided_shard_as_shard_order:
         return Layout(mesh, shape, spec.placements, dtype)
     return Layout(

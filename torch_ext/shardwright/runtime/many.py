@@ -1,4 +1,4 @@
-"""Moves many tensors together: `redistribute_many`."""
+"""Moves many plain tensors together, without gradients: `redistribute_parts`, under `redistribute_many`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch.autograd import forward_ad
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from .._native import _planner, _runtime
 from ..layouts import argument_values
@@ -57,7 +56,7 @@ class ManyHandle:
         return self._pending is None or self._pending.is_done()
 
 
-def redistribute_many(
+def redistribute_parts(
     items: Sequence[tuple[torch.Tensor | None, _planner.Layout, _planner.Layout]],
     *,
     bucket_bytes: int = BUCKET_BYTES,
@@ -66,46 +65,19 @@ def redistribute_many(
     group: dist.ProcessGroup | None = None,
     device: torch.device | str | None = None,
     async_op: bool = False,
+    tracked: Sequence[int] = (),
 ) -> list[torch.Tensor] | ManyHandle:
-    """Moves this rank's parts of many tensors from one layout to another, all together.
+    """`redistribute_many` of plain tensors, without gradients.
 
-    All data from one rank to another in a round is one message. Rounds are packed, moved and unpacked through `buckets`
-    buffers, so at most ``buckets * bucket_bytes`` of memory is used besides the results.
-
-    All ranks of `group` must call, with the same layouts in the same order, including ranks on no mesh. The first call
-    with given layouts compares them among the ranks; later calls do not.
-
-    Args:
-        items: for each tensor its local part, source layout and destination layout, on any two meshes of ranks of
-            `group`, with any placements; the destination may not be partial. Local parts may have any strides
-            (conjugated and negated views are copied first); on a rank outside the source mesh they are None or empty.
-        bucket_bytes: the size of a buffer in bytes, by default 64 MiB. The data that a rank sends and receives in one
-            round fits into it; larger tensors are split over rounds.
-        buckets: the number of buffers, by default 3, which is the number of rounds in flight at once.
-        out: the tensors to write the results to, with any strides. They must not share memory with each other or with
-            local parts. On a rank outside the mesh of a destination its entry may be None.
-        group: the process group whose ranks the meshes use; default, the default group.
-        device: the device of all tensors, for ranks that pass none; default, the only one for which the group has a
-            backend. Such ranks must pass it if there are backends for the CPU and for an accelerator.
-        async_op: return a `ManyHandle` at once. The local parts must not change before its ``wait_for_sources()``.
-
-    Returns:
-        The list of new local parts, or of the tensors of `out`. As in `redistribute_local`, an item whose layouts are
-        equal returns its own local part. With async_op, a `ManyHandle`, whose ``wait()`` returns that list.
-        Pending values are reduced first, each by a redistribute of its own, to the layout that leaves least to move;
-        `plan_many` reports the additional memory.
-
-    Raises:
-        ValueError: an argument is not allowed, or ranks pass different arguments. When layouts are first used, all
-            ranks raise, and nothing was sent.
-        RuntimeError: the arguments of another rank are not allowed; torch.distributed is not initialized.
-        torch.distributed.DistBackendError: a transfer failed or timed out.
+    Tensors must not require gradients if gradients are enabled. `tracked`: the indices of the items whose results the
+    caller gives gradients, ascending; ranks compare them too.
     """
     groups.check_initialized()
     argument_checks.check_group(group)
     if dist.get_rank(group) < 0:
         raise argument_error("group", "a group with this rank", f"one without rank {dist.get_rank()}")
     call = _Given(items, out, bucket_bytes, buckets, group, device)
+    call.tracked = tuple(tracked)
     # The key decides if ranks compare. It is looked up even for invalid arguments, because ranks that have used these
     # layouts before do not compare.
     key = call.key()
@@ -167,8 +139,8 @@ class _Given:
         self.locals: list[torch.Tensor | None] = []  # this rank's parts, by item
         self.pairs: list[Pair] = []  # (source, destination) layouts, by item
         self.is_read = False  # True once `pairs` is valid, so that the cache can be looked up
-        self.bucket_bytes = BUCKET_BYTES
-        self.buckets = BUCKETS
+        self.bucket_bytes, self.buckets = BUCKET_BYTES, BUCKETS
+        self.tracked: tuple[int, ...] = ()  # the argument of `redistribute_parts`
         self.refusal: Exception | None = None  # the first error found in the arguments
         try:
             self._read(items, out, bucket_bytes, buckets)
@@ -192,7 +164,9 @@ class _Given:
         triples = checked_layouts(items, "items", _ITEMS, 3)
         self.pairs = [(src, dst) for _, src, dst in triples]
         self.is_read = True
-        self.locals = [x.wait() if isinstance(x, AsyncCollectiveTensor) else x for x, _, _ in triples]
+        # Autograd knows an asynchronous tensor, but not its complete one: a check refuses those that require gradients.
+        is_known = (torch.is_grad_enabled() and getattr(x, "requires_grad", False) for x, _, _ in triples)
+        self.locals = [x if k else plain_tensors.waited(x) for (x, _, _), k in zip(triples, is_known, strict=True)]
         if out is not None:
             self.out = argument_values.items(out, "out", "a list of tensors or None, one for each item")
             if len(self.out) != len(triples):
@@ -244,6 +218,7 @@ class _Given:
             "bucket_bytes": self.bucket_bytes,
             "buckets": self.buckets,
             "out": "given" if self.has_out else "not given",
+            "items that require gradients": list(self.tracked),
             "device (device= for ranks without tensors)": self.device.type,
         }
         digests = [digest >> 1 for digest in (batch.digests() if batch is not None else [0])]  # 63 bits fit int64
@@ -300,12 +275,10 @@ class _Given:
                 on_rank = f"on rank {self.rank}, which is on the mesh of {layout}"
                 raise argument_error(name, f"a tensor of shape {shape} {on_rank}", None)
             return
+        if torch.is_grad_enabled() and getattr(tensor, "requires_grad", False):
+            got = "one that requires a gradient; use .detach() or torch.no_grad()"
+            raise argument_error(name, "a tensor without gradients in calls with out= or async_op=True", got)
         argument_checks.check_moved(name, tensor)
-        if tensor.requires_grad and torch.is_grad_enabled():
-            raise ValueError(
-                f"{name} must not require a gradient, got a tensor that does. Detach it, or call under "
-                "torch.no_grad(), or use redistribute_local, which is differentiable"
-            )
         on_mesh = layout.mesh.coordinate(self.rank) is not None
         is_as_said = tuple(tensor.shape) == shape or (tensor.numel() == 0 and 0 in shape)
         if not is_as_said if on_mesh else tensor.numel() > 0:
@@ -315,9 +288,9 @@ class _Given:
         if tensor.device != self.device:
             raise argument_error(name, f"on {self.device}, like the other tensors", tensor.device)
 
-    def key(self, device_type: str | None = None) -> Hashable:
+    def key(self, kind: str | None = None) -> Hashable:
         """Returns the cache key of the call, for this rank's device type or for the given one."""
-        return tuple(self.pairs), self.bucket_bytes, self.buckets, self.has_out, device_type or self.device.type
+        return tuple(self.pairs), self.bucket_bytes, self.buckets, self.has_out, self.tracked, kind or self.device.type
 
     def known(self, batches: dict[Hashable, _Prepared], key: Hashable) -> _Prepared | None:
         """Returns the cached entry for these layouts, or for any device if the device is not known."""

@@ -1,0 +1,7 @@
+"""Lists of tensors that move together, with gradients."""
+
+from __future__ import annotations
+
+from .functions import redistribute_many
+
+__all__ = ["redistribute_many"]
