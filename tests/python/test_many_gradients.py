@@ -22,7 +22,7 @@ from two_meshes import Grid, device_mesh, dtensor
 
 WORLD = 4
 SHAPES = [(7, 5), (8, 6), (3, 2), (0, 3)]
-DTYPES = [torch.float32, torch.bfloat16, torch.float64]
+DTYPES = [torch.float32, torch.bfloat16]
 ON_ONE_DIM = [(src, dst) for src in ("S(0)", "S(1)", "R", "P(sum)") for dst in ("S(0)", "S(1)", "R")]
 ON_TWO_DIMS = [("S(0) S(0)", "R S(1)"), ("P(sum) S(1)", "S(0) R"), ("P(sum) P(sum)", "S(0) S(0)"), ("R S(0)", "S(1) R")]
 
