@@ -24,7 +24,7 @@ from ..layouts.layout import Layout, Mesh
 from ..placements import Owned
 from ..runtime import argument_checks, groups
 from ..runtime.agreement import GroupWords, Statement
-from ..runtime.many import ManyHandle, redistribute_many
+from ..runtime.many import ManyHandle, redistribute_parts
 
 Function = Callable[[int, torch.Tensor], torch.Tensor]  # (index of the matrix, whole tensor) -> whole result
 
@@ -213,7 +213,7 @@ class Owners:
             return ManyHandle(None, [], [])
         is_alone = self._mesh.size() == 1
         out = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x, _, _ in items] if is_alone else None
-        handle = redistribute_many(items, out=out, group=self._alive_group(), async_op=True)
+        handle = redistribute_parts(items, out=out, group=self._alive_group(), async_op=True)
         assert isinstance(handle, ManyHandle)
         return handle
 
