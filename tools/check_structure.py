@@ -73,6 +73,7 @@ ORDER = (
     "attention",
     "experts",
     "views",
+    "spmd",
     "transfers",
     "checkpoints",
     "debug",
@@ -112,6 +113,7 @@ MAX_CODE_LINES = {
     "planning": 208,
     "rules": 718,
     "runtime": 2115,
+    "spmd": 45,
     "transfers": 1249,
     "views": 1079,
 }

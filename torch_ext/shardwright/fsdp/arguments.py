@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from ..layouts import argument_values
 from ..layouts.errors import argument_error
 from ..runtime import argument_checks
+from ..spmd.parameters import as_dtensor
 from .extensions import has_extension, is_subclass
 from .formats import Wire, check_message_format
 from .layouts import Choice, DataMesh, Layouts
@@ -135,6 +136,7 @@ class Placing(NamedTuple):
         takes_host = self.takes_host and parameter.device.type == "cpu"
         if parameter.device.type not in (chosen.mesh.device_type, "meta") and not takes_host:
             raise argument_error(name, f"on the device type of mesh ({chosen.mesh.device_type})", parameter.device)
+        parameter = as_dtensor(name, parameter, chosen.own_mesh, chosen.own)
         data = _own_data_of(chosen, name, parameter)
         count = len(data.data_dims)
         shards = self._chosen("placements", name, parameter, count)
@@ -300,14 +302,13 @@ def _as_one(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
 
 def kept_ranks_of(reshard_after_forward: Any, data: DataMesh) -> int | None:
     """Returns the number of ranks that share a kept copy; None for True, False and None. Raises ValueError else."""
-    given = reshard_after_forward
-    if given is None or isinstance(given, bool):
+    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
         return None
     size = 1 if data.cut is None else data.mesh.size(data.cut)
-    if not isinstance(given, int) or given < 1 or size % given != 0:
+    if not isinstance(reshard_after_forward, int) or reshard_after_forward < 1 or size % reshard_after_forward != 0:
         allowed = f"True, False, None or a divisor of {size}, the number of ranks that shard a parameter"
-        raise argument_error("reshard_after_forward", allowed, repr(given))
-    return given
+        raise argument_error("reshard_after_forward", allowed, repr(reshard_after_forward))
+    return reshard_after_forward
 
 
 # ---- modules and parameters

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ..layouts.layout import Layout, Mesh
+from ..spmd.parameters import GRADIENT
 from .offload import Host
 
 
@@ -76,6 +77,8 @@ class Layouts:
         self._shape = parameter.shape
         self._dtype = parameter.dtype
         self._own_placements = tuple(parameter.placements) if isinstance(parameter, DTensor) else ()
+        # Placements of gradients on the parameter's own mesh dims if it is a plain tensor in use, else None.
+        self._plain_gradient: tuple[Placement, ...] | None = getattr(parameter, GRADIENT, None)
         self._own_shape_stride = (parameter.shape, parameter.stride())
         self._choice = choice
         self._make()
@@ -119,7 +122,7 @@ class Layouts:
 
     def as_used(self, local: torch.Tensor) -> torch.Tensor:
         """Returns a local tensor in layout `use` as modules get it: a DTensor if the parameter was one."""
-        if self.data.own_mesh is None:
+        if self.data.own_mesh is None or self._plain_gradient is not None:
             return local
         shape, stride = self._own_shape_stride
         return DTensor.from_local(
@@ -128,7 +131,7 @@ class Layouts:
 
     def of_gradient(self, gradient: torch.Tensor) -> tuple[torch.Tensor, Layout]:
         """Returns the local tensor and the layout of a gradient that autograd has computed for a weight in use."""
-        own: tuple[Placement, ...] = ()
+        own = self._plain_gradient or ()
         if isinstance(gradient, DTensor):
             own = tuple(gradient.placements)
             gradient = gradient._local_tensor
@@ -139,7 +142,7 @@ class Layouts:
     @property
     def usual_gradient(self) -> Layout:
         """The layout of a gradient with the placements of the weight in use."""
-        return self._gradient_layout(self._own_placements)
+        return self._gradient_layout(self._plain_gradient or self._own_placements)
 
     def _gradient_layout(self, own: tuple[Placement, ...]) -> Layout:
         """Returns layout `grad`. `own`: the gradient's placements on the parameter's own mesh dims."""
@@ -203,5 +206,4 @@ class Layouts:
 
 def most_bytes(layout: Layout) -> int:
     """Returns the bytes of the largest shard: the first rank's, because chunks along each mesh dim descend in size."""
-    numel = torch.Size(layout.local_shape(layout.mesh.ranks[0])).numel()
-    return int(numel * getattr(torch, layout.dtype).itemsize)
+    return torch.Size(layout.local_shape(layout.mesh.ranks[0])).numel() * int(getattr(torch, layout.dtype).itemsize)
