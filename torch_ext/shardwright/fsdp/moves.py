@@ -55,7 +55,6 @@ class Moves:
 
     def __init__(self, layouts: Layouts) -> None:
         self.layouts = layouts
-        self._device_type = layouts.mesh.device_type
 
     def __call__(
         self, src: _planner.Layout, dst: _planner.Layout, tensor: torch.Tensor, out: torch.Tensor
@@ -65,16 +64,20 @@ class Moves:
 
     def executable(self, src: _planner.Layout, dst: _planner.Layout) -> _runtime.Executable:
         """Returns the compiled move, from the cache if it was made before."""
-        device_type = self._device_type
         mesh = self.layouts.mesh  # also for kept copies, which may be on another mesh of the same ranks
 
         def build() -> _runtime.Executable:
-            return executables.bind(executables.make_plan(src, dst, device_type), device_mesh=mesh)
+            return executables.bind(executables.make_plan(src, dst, mesh.device_type), device_mesh=mesh)
 
-        executable = executables.lookup(("weight", src, dst, device_type, mesh, groups.key_of_mesh(mesh)), build)
+        executable = executables.lookup(("weight", src, dst, mesh.device_type, mesh, groups.key_of_mesh(mesh)), build)
         assert isinstance(executable, _runtime.Executable)
         return executable
 
     def predicted_ps(self, src: _planner.Layout, dst: _planner.Layout) -> int:
         """Returns the predicted time of a move in picoseconds."""
-        return round(1e6 * executables.make_plan(src, dst, self._device_type).predicted_us)
+        move = src, dst, self.layouts.mesh.device_type
+        return _predicted.get_or_make(move, lambda: round(1e6 * executables.make_plan(*move).predicted_us))
+
+
+# Predicted times in picoseconds: schedules are made again whenever options of units change.
+_predicted: executables.PlanningCache[int] = executables.PlanningCache()
