@@ -72,7 +72,7 @@ help:
 	@echo 'make bench-attention  every method of context-parallel attention over such links (root, iproute2)'
 	@echo 'make bench-transformers  steps and checkpoints of transformers on Gloo, stock and with shardwright'
 	@echo 'make test-links  training over lossy, slow and failing links (root, iproute2)'
-	@echo 'make test-integrations  tests with transformers, in an environment of its own (requirements/integrations.txt)'
+	@echo 'make test-integrations  tests with other libraries, in an environment of its own (requirements/integrations.txt)'
 	@echo 'make bench-overlap  the predicted overlap of communication with products; measures nothing'
 	@echo 'make torch-tests SRC=folder  PyTorch'"'"'s own tests of DTensor, stock against shardwright (FILES=..., K=..., ARGS=...)'
 	@echo 'make lint       clang-format, ruff, mypy, structure, wording; make format fixes formatting'

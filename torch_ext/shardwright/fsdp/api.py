@@ -99,8 +99,9 @@ def fully_shard(
             ends with a copy to the host, on separate streams. Parameters may be given on the host; `mesh` names the
             device. On CPU the policy changes nothing. ``OffloadPolicy()``, the default, offloads nothing.
         ignored_params: parameters to leave unsharded. Their gradients are not reduced.
-        dp_mesh_dims: the data-parallel dims of `mesh`, for parameters that are DTensors on all of `mesh`: torch's
-            DataParallelMeshDims, or an object with its attributes ``shard`` and ``replicate``.
+        dp_mesh_dims: the data-parallel dims of `mesh`, for parameters that are DTensors on all of `mesh`, or plain
+            tensors with types of spmd_types: torch's DataParallelMeshDims, or an object with its attributes ``shard``
+            and ``replicate``.
         options: settings that FSDP2 does not have.
 
     Returns:
