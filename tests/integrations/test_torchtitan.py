@@ -74,6 +74,16 @@ def test_llama_without_sequence_parallelism(assets: Path) -> None:
     _compare(assets, "llama3", "llama3_debugmodel", *arguments, steps=5, layers=2)
 
 
+def test_fused_linears_on_cpu(assets: Path) -> None:
+    """torchtitan's own fused layers need CUDA, so the comparison is with its layers that are not fused."""
+    arguments = ["--parallelism.tensor_parallel_degree", "2"]
+    stock = train(assets, "llama3", "llama3_debugmodel", *arguments, steps=5, layers=2)
+    name = "shardwright.integrations.torchtitan.llama3"
+    ours = train(assets, name, "llama3_debugmodel_dist_gemm", *arguments, steps=5, layers=2)
+    torch.testing.assert_close(ours["losses"], stock["losses"], rtol=1e-5, atol=0)
+    assert _per_step(ours, "products") >= 2 * 2 * 4  # in each of two layers four products, forward and backward
+
+
 def test_qwen_experts(assets: Path) -> None:
     arguments = ["--parallelism.expert_parallel_degree", "2"]
     ours = _compare(assets, "qwen3", "qwen3_moe_debug", *arguments, steps=5, layers=2)

@@ -134,7 +134,7 @@ def main() -> None:
 
     import shardwright as sw
 
-    steps: list[tuple[float, float, float, float, int, int]] = []
+    steps: list[tuple[float, ...]] = []
     log, divide, parse = (
         MetricsProcessor.log,
         fsdp.disable_fsdp_gradient_division,
@@ -144,7 +144,8 @@ def main() -> None:
     def log_and_keep(self: Any, step: int, loss: float, largest: float, norm: float, **rest: Any) -> None:
         counts = sw.stats()
         assert counts["fallbacks"] == 0, counts["fallback_reasons"]
-        steps.append((loss, norm, time.perf_counter(), time.process_time(), counts["calls"], counts["dispatches"]))
+        clocks = time.perf_counter(), time.process_time()
+        steps.append((loss, norm, *clocks, counts["calls"], counts["dispatches"], counts["products"]))
         log(self, step, loss, largest, norm, **rest)
 
     def sum_gradients(model: Any) -> None:
@@ -165,7 +166,7 @@ def main() -> None:
     spmd_types.set_dist(GlooDistributed())
     program.main()
     if os.environ["RANK"] == "0":
-        names = ("losses", "norms", "seconds", "cpu_seconds", "calls", "dispatches")
+        names = ("losses", "norms", "seconds", "cpu_seconds", "calls", "dispatches", "products")
         found = {name: list(values) for name, values in zip(names, zip(*steps))}
         Path(os.environ["TITAN_RECORD"]).write_text(json.dumps(found))
 

@@ -24,6 +24,7 @@ def with_shardwright(config: Trainer.Config) -> Trainer.Config:
     | FSDP2's `fully_shard` | `sw.fully_shard` |
     | redistributes of activations between types of spmd_types | `shardwright.spmd.redistributes` |
     | redistributes of DTensors, such as gradient norms | `sw.enable()` |
+    | products of `tp_gemm_backend="dist_gemm"` | `sw.all_gather_matmul`, `sw.matmul_reduce_scatter` |
     | `AllToAllTokenDispatcher` of expert parallelism | `sw.experts` |
 
     Args:

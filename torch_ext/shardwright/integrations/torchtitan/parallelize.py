@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.distributed import fsdp
 from torchtitan.distributed.parallel_dims import MeshAxisName, SpmdLayout
+from torchtitan.models.common import dist_gemm
 from torchtitan.protocols import module
 from torchtitan.protocols.sharding import ShardingConfig
 
@@ -19,6 +20,7 @@ from ... import drop_in
 from ...fsdp import fully_shard
 from ...layouts.errors import argument_error
 from ...spmd.redistributes import redistribute
+from .linears import AllGatherLinear, AllGatherLinearMulti, LinearReduceScatter
 
 Types = Mapping[MeshAxisName, Any]
 
@@ -34,6 +36,8 @@ def with_our_functions(parallelize_fn: Callable[..., nn.Module]) -> Callable[...
         fsdp.fully_shard = fully_shard
         module.spmd_redistribute_per_axis = redistribute_per_axis
         module.spmd_validate_redistributions = check_redistributes
+        for product in (AllGatherLinear, AllGatherLinearMulti, LinearReduceScatter):
+            setattr(dist_gemm, product.__name__, product)
         return parallelize_fn(*args, **kwargs)
 
     return parallelize
