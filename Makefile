@@ -46,7 +46,7 @@ BUILD_STAMP := $(VENV)/.stamp-build-cuda-$(or $(SHARDWRIGHT_CUDA),detect)
 LINT_STAMP  := $(LINT_VENV)/.stamp
 DOCS_STAMP  := $(DOCS_VENV)/.stamp
 
-.PHONY: help venv build wheel wheels sdist demo test test-cpp test-python test-async mutation-proof bench bench-experts bench-many bench-fsdp bench-fully-shard bench-planner bench-planning bench-reshard bench-state-dict bench-hunt bench-before-after bench-xla bench-ranking bench-overhead bench-overlap bench-matmul bench-links bench-attention bench-integrations bench-transformers test-links test-integrations torch-tests docs lint format sanitize tsan fuzz fuzz-build fuzz-gloo hunt stubs gpu clean distclean
+.PHONY: help venv build wheel wheels sdist demo test test-cpp test-python test-async mutation-proof bench bench-experts bench-many bench-fsdp bench-fully-shard bench-planner bench-planning bench-reshard bench-state-dict bench-hunt bench-before-after bench-xla bench-ranking bench-overhead bench-overlap bench-matmul bench-links bench-attention bench-torchtitan bench-transformers test-links test-integrations torch-tests docs lint format sanitize tsan fuzz fuzz-build fuzz-gloo hunt stubs gpu clean distclean
 
 help:
 	@echo 'make build      make the environment, build shardwright and install it there'
@@ -71,7 +71,7 @@ help:
 	@echo 'make bench-links  overlapping products and redistributes over links of 0.5 to 4 Gbit/s (root, iproute2)'
 	@echo 'make bench-attention  every method of context-parallel attention over such links (root, iproute2)'
 	@echo 'make bench-transformers  steps and checkpoints of transformers on Gloo, stock and with shardwright'
-	@echo 'make bench-integrations  training steps of other libraries, without shardwright and with it, on Gloo'
+	@echo 'make bench-torchtitan  training steps of torchtitan on Gloo, stock and with shardwright'
 	@echo 'make test-links  training over lossy, slow and failing links (root, iproute2)'
 	@echo 'make test-integrations  tests with other libraries, in an environment of its own (requirements/integrations.txt)'
 	@echo 'make bench-overlap  the predicted overlap of communication with products; measures nothing'
@@ -228,8 +228,9 @@ test-integrations: build $(INTEGRATIONS_STAMP)
 
 bench-transformers: build $(INTEGRATIONS_STAMP)
 	$(INTEGRATIONS_PY) benchmarks/transformers_steps.py $(ARGS)
-bench-integrations: build $(INTEGRATIONS_STAMP)
-	$(INTEGRATIONS_PY) benchmarks/integrations.py $(ARGS)
+
+bench-torchtitan: build $(INTEGRATIONS_STAMP)
+	$(INTEGRATIONS_PY) benchmarks/torchtitan_steps.py $(ARGS)
 
 SITE_PACKAGES := import sysconfig; print(sysconfig.get_path("purelib"))
 $(INTEGRATIONS_STAMP): $(ENV_STAMP) requirements/integrations.txt

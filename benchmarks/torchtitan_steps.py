@@ -1,7 +1,7 @@
 """Trains torchtitan's debug models in its own trainer, without shardwright and with it, on four Gloo ranks.
 
-    make bench-integrations                               # results/integrations-torch<version>.json
-    make bench-integrations ARGS="--steps 6 --out /tmp/quick.json"
+    make bench-torchtitan                               # results/torchtitan-torch<version>.json
+    make bench-torchtitan ARGS="--steps 6 --out /tmp/quick.json"
 
 Runs of the two alternate. The step time is the lower quartile over all steps of a contender, without the first three of
 each run, by the host's clock and by the CPU time of rank 0. The exit status is 1 if losses differ by more than 1e-5 of
@@ -65,7 +65,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=12, help="of each run (default: %(default)s)")
     parser.add_argument("--repetitions", type=int, default=2, help="runs of each (default: %(default)s)")
-    default = HERE / "results" / f"integrations-torch{torch.__version__.partition('+')[0]}.json"
+    default = HERE / "results" / f"torchtitan-torch{torch.__version__.partition('+')[0]}.json"
     parser.add_argument("--out", default=str(default), help="where the results go (default: %(default)s)")
     arguments = parser.parse_args()
     rows = []
