@@ -18,12 +18,12 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing import assert_close
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.distributed import DistributedConfig, load_optimizer_distributed, save_optimizer_distributed
-from transformers_models import MODELS, batch, full, local, loss_of, mean_gradients, sharded, unsharded
 
 import shardwright as sw
 from allocations import allocated_peak
 from pool import Pool
 from shardwright.integrations.transformers import fully_sharded, tp_plan
+from transformers_models import MODELS, batch, full, local, loss_of, mean_gradients, sharded, unsharded
 
 WORLD = 4
 FSDP_AND_TP = {"fsdp_size": 2, "tp_size": 2}

@@ -309,7 +309,7 @@ def _overlap() -> None:
     bucket_of = {i: number for number, bucket in enumerate(owners.buckets) for i in bucket}
     handles: list[Any] = []
     order: list[int] = []
-    start = owner_layouts.redistribute_many
+    start = owner_layouts.redistribute_parts
 
     def started(*args: Any, **options: Any) -> Any:
         handles.append(start(*args, **options))
@@ -326,12 +326,12 @@ def _overlap() -> None:
             time.sleep(0.001)
         return whole
 
-    owner_layouts.redistribute_many = started  # type: ignore[assignment]
+    owner_layouts.redistribute_parts = started  # type: ignore[assignment]
     try:
         for i, _ in owners.map(function, params):
             order.append(i)
     finally:
-        owner_layouts.redistribute_many = start
+        owner_layouts.redistribute_parts = start
     assert len(handles) == 8 and len(order) == 8
 
 
