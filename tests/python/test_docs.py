@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import importlib
+import importlib.util
 import inspect
 import io
 import re
@@ -192,10 +193,12 @@ def test_entries_of_the_api_have_docstrings(name: str) -> None:
 
 @pages
 def test_examples_compile(page: Path) -> None:
-    """Code blocks compile, and their imports from the package exist."""
+    """Code blocks compile, and their imports from the package exist, except those that import another library."""
     for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL):
         for node in ast.walk(ast.parse(block)):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("shardwright"):
+                if "integrations" in str(node.module) and not importlib.util.find_spec("transformers"):
+                    continue
                 module = importlib.import_module(str(node.module))
                 assert all(hasattr(module, alias.name) for alias in node.names)
 

@@ -52,7 +52,7 @@ def test_scripts_run_without_a_gpu(task: str) -> None:
 
 def test_scripts_do_not_hardcode_cuda() -> None:
     """Only flags, peer memory and compilers' CUDA graphs may name CUDA."""
-    allowed = ("get_device_capability", "make_arenas", "device_count", "ProcessGroupNCCL", "cudagraph_mark_step_begin")
+    allowed = ("get_device_capability", "make_arenas", "device_count", "ProcessGroupNCCL", "cudagraph_")
     for script in ("nccl_ranks.py", "model_ranks.py"):
         lines = (FOLDER / script).read_text().splitlines()
         named = [line for line in lines if "cuda" in line and not line.strip().startswith(("#", '"'))]

@@ -44,7 +44,8 @@ def redistribute_many(
     Results are differentiable any number of times, and the gradients move back together. The backward moves zeros for
     results without a gradient. It must run on all ranks that made the call.
 
-    In code under `torch.compile` the call breaks the graph.
+    `out`, `group`, `device` and `async_op` are for plain tensors only. In code under `torch.compile` the call breaks
+    the graph.
 
     Args:
         items: for each plain tensor its local part, source layout and destination layout, on any two meshes of ranks of
@@ -63,8 +64,6 @@ def redistribute_many(
             backend. Such ranks must pass it if there are backends for the CPU and for an accelerator.
         async_op: return a `ManyHandle` at once. The local parts must not change before its ``wait_for_sources()``. Not
             with gradients.
-
-        `out`, `group`, `device` and `async_op` are for plain tensors only.
 
     Returns:
         The list of new local parts, or of the tensors of `out`, or of DTensors. As in `redistribute_local`, an item
