@@ -180,7 +180,7 @@ def test_transfers_of_pieces_ragged_and_pending_layouts(pool: Pool) -> None:
 def _flattened_in_groups() -> None:
     """Either side of a transfer has flattened dims, also in a group whose ranks are in another order."""
     rank = dist.get_rank()
-    group = dist.new_group([3, 2], use_local_synchronization=True) if rank > 1 else None
+    group = dist.new_group([3, 2])  # of torch 2.11, a second one with local synchronization may wait forever
     replicated = sw.Layout(sw.Mesh({"a": 1}, [3]), (4, 6), ["R"])
     flat = sw.Layout(sw.Mesh({"a": 1}, [2]), (4, 6), ["S(0)"], flattened=2)
     tensor = torch.arange(24.0).view(4, 6)
