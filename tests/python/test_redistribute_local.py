@@ -171,8 +171,13 @@ def _asynchronous_input() -> None:
     gathered = sw.redistribute_local(x, cut, whole, async_op=True)
     assert isinstance(gathered, AsyncCollectiveTensor)
     results = [sw.redistribute_local(gathered, whole, dst) for dst in (cut, other, whole)]
+    results.append(sw.views.view(gathered, (4, 8), whole)[0])
     torch.stack([result.sum() for result in results]).sum().backward()
-    assert x.grad is not None and torch.equal(x.grad, torch.full((2, 4), 3.0)), x.grad
+    assert x.grad is not None and torch.equal(x.grad, torch.full((2, 4), 4.0)), x.grad
+    to_rank = torch.arange(8)[:, None] % 4
+    rows = sw.experts.dispatch(gathered, to_rank, torch.ones(8, 1), [[0], [1], [2], [3]]).rows
+    rows.sum().backward()
+    assert torch.equal(x.grad, torch.full((2, 4), 5.0)), x.grad
 
 
 @pytest.mark.cpu_only("results of other devices are complete on the host")

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from .._native import _runtime
 from ..layouts import argument_values
@@ -25,6 +24,7 @@ from ..layouts.topology import Topology
 from ..runtime import argument_checks, checking
 from ..runtime.agreement import Statement
 from ..runtime.counters import counts
+from ..runtime.plain_tensors import waited_with_history
 from .counts import compare, exchange_capacity, exchange_counts
 from .gradients import Collect, Contract, Expand, Expansion, Send
 from .ranks import ExpertGroup, ExpertRanks, Group, Nodes, expert_ranks, group_alone
@@ -158,7 +158,7 @@ def dispatch(
         if listening is None:
             raise
         _refuse(listening, error, rows_per_rank)
-    x, expert_ids, scores, scales = map(_waited, (x, expert_ids, scores, scales))
+    x, expert_ids, scores, scales = map(waited_with_history, (x, expert_ids, scores, scales))
     try:
         arguments = Given.checked(x, expert_ids, scores, scales, capacity, overflow, rows_per_rank)
         ranks.check_device(arguments.x.device)
@@ -178,11 +178,6 @@ def _refuse(ranks: ExpertGroup, error: ValueError, rows_per_rank: Any) -> NoRetu
     if rows_per_rank is None:
         compare(ranks, {}, error)
     raise error
-
-
-def _waited(value: Any) -> Any:
-    """Returns the tensor, after waiting for it if it is in flight; other values unchanged."""
-    return value.wait() if isinstance(value, AsyncCollectiveTensor) else value
 
 
 class Given(NamedTuple):
@@ -440,7 +435,7 @@ def combine(y: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
     """
     if not isinstance(handle, DispatchHandle):
         raise argument_error("handle", "the handle that dispatch returned", f"a {type(handle).__name__}")
-    y = _waited(y)
+    y = waited_with_history(y)
     refusal = _refusal_of(y, handle)
     fields = {} if refusal is not None else {"size": y.shape[1], "dtype": _name(y.dtype)}
     if checking.is_on():

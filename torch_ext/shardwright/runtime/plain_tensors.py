@@ -107,6 +107,15 @@ def waited(local: Any) -> Any:
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
+def waited_with_history(x: Any) -> Any:
+    """Returns the complete tensor of an asynchronous one, with its autograd history; others as they are.
+
+    A tensor that requires a gradient is copied, because only operators continue its history.
+    """
+    is_recorded = isinstance(x, AsyncCollectiveTensor) and x.requires_grad and torch.is_grad_enabled()
+    return x.clone() if is_recorded else waited(x)
+
+
 def _redistribute_rarely(
     local: torch.Tensor | None,
     src: _planner.Layout,

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed._functional_collectives import AsyncCollectiveTensor, _are_we_tracing
+from torch.distributed._functional_collectives import _are_we_tracing
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -24,7 +24,7 @@ from ..dtensor.specs import layout_of_spec, spec_of_layout
 from ..layouts.layout import Layout
 from ..layouts.topology import tables_now
 from ..runtime import argument_checks, executables
-from ..runtime.plain_tensors import redistribute_local, redistribute_part
+from ..runtime.plain_tensors import redistribute_local, redistribute_part, waited_with_history
 from . import constants as constants
 from . import meshes
 
@@ -262,8 +262,7 @@ def permutation_of_part(
 
 def _checked(part: torch.Tensor, layout: _planner.Layout, group: dist.ProcessGroup | None) -> tuple[torch.Tensor, int]:
     """Waits for the part, if it is in flight, and checks it. Returns the part and this rank."""
-    if isinstance(part, AsyncCollectiveTensor):
-        part = part.wait()
+    part = waited_with_history(part)
     argument_checks.check_tensor("x", part)
     return part, checked_rank(tuple(part.shape), layout, group)
 
