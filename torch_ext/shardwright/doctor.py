@@ -36,11 +36,11 @@ def builds() -> list[Build]:
 
     In the package there is one next to this file, or those that tools/merge_wheels put in _runtimes/.
     """
-    in_package = sorted((*_FOLDER.glob("_build_info.py"), *_FOLDER.glob("_runtimes/*/_build_info.py")))
-    cached = [folder / "_build_info.py" for folder in source_build.cached_builds(_version_of("shardwright") or "")]
+    in_package = sorted((*_FOLDER.glob(source_build.INFO), *_FOLDER.glob(f"_runtimes/*/{source_build.INFO}")))
+    folders = [info.parent for info in in_package] + source_build.cached_builds(_version_of("shardwright") or "")
     return [
-        Build(runpy.run_path(str(info))["BUILD_INFO"], _file_of("_runtime", info.parent))
-        for info in (*in_package, *filter(Path.exists, cached))
+        Build(runpy.run_path(str(folder / source_build.INFO))["BUILD_INFO"], _file_of("_runtime", folder))
+        for folder in folders
     ]
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import importlib.machinery
 import os
 import shutil
 import subprocess
@@ -20,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SOURCES = Path(__file__).with_name("_sources")  # setup.py copies them here
+INFO = "_build_info.py"  # setup.py writes it last, next to the build
 _SECONDS_BETWEEN_LINES = 20.0  # of progress
 _LAST_LINES = 15  # of the compiler's output in an error
 
@@ -36,10 +36,12 @@ def cached_builds(version: str) -> list[Path]:
 
     Only builds by the compiler of this machine count, or all of them if it has no compiler.
     """
-    pattern = f"{version}-{sys.implementation.cache_tag}-torch*-{_compiler_digest() or '*'}"
+    found: list[Path] = []
     with contextlib.suppress(OSError):  # a cache that cannot be read is empty
-        return sorted(cache_root().glob(pattern))
-    return []
+        found = sorted(cache_root().glob(f"{version}-{sys.implementation.cache_tag}-torch*/{INFO}"))
+    # Every first use of the runtime comes here, so the compiler is only asked if there is a build.
+    digest = _compiler_digest() if found else None
+    return [info.parent for info in found if digest is None or info.parent.name.endswith(f"-{digest}")]
 
 
 def build(version: str, torch_version: str) -> None:
@@ -107,11 +109,10 @@ def _compiler_digest() -> str | None:
     return hashlib.sha256(printed).hexdigest()[:8]
 
 
-def _time_of(folder: Path) -> float | None:
+def _time_of(folder: Path) -> int | None:
     """Returns the time at which the build in this folder was made, or None if there is none."""
-    suffixes = importlib.machinery.EXTENSION_SUFFIXES
-    found = [path for suffix in suffixes if (path := folder / f"_runtime{suffix}").exists()]
-    return found[0].stat().st_mtime if found else None
+    info = folder / INFO
+    return info.stat().st_mtime_ns if info.exists() else None
 
 
 @contextlib.contextmanager
