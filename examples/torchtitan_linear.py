@@ -9,7 +9,7 @@ install torchtitan with --no-deps.
 torchtitan hides the communication of tensor parallelism behind products (`tp_gemm_backend="dist_gemm"`) with three
 autograd functions. They run only on GPUs, and only for lengths that the number of ranks divides. Here its modules run
 
-1. unchanged, with the three functions replaced by those of torchtitan_functions.py;
+1. unchanged, with the three functions replaced by those of shardwright.integrations.linears;
 2. with forwards that take any sequence length and hidden size, and leave (batch, sequence, dim) in that order.
 
 Results and all gradients are compared with those of the same torchtitan modules, unsharded.
@@ -47,7 +47,8 @@ except ImportError as error:
 
 from ranks import launch, over_ranks
 from report import WIDTH, say, say_text
-from torchtitan_functions import (
+from shardwright.integrations.linears import (
+    REPLACEMENTS,
     all_gather_linear,
     all_gather_linear_multi,
     all_gather_linears,
@@ -64,11 +65,6 @@ UNEVEN_HIDDEN = compute_ffn_hidden_dim(DIM)
 """Llama's own rule, two thirds of 4 * dim, which four ranks do not divide: 170."""
 ROW_PARALLEL = ("w2", "wo")
 """Layers whose weights are cut in in_features. All others are cut in out_features."""
-REPLACEMENTS = {
-    "AllGatherLinear": all_gather_linear,
-    "AllGatherLinearMulti": all_gather_linear_multi,
-    "LinearReduceScatter": linear_reduce_scatter,
-}
 
 
 @dataclass(frozen=True)

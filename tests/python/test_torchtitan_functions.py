@@ -1,9 +1,7 @@
-"""Compares the linear layers of examples/torchtitan_functions.py and their gradients with unsharded ones on 4 ranks."""
+"""Compares the linear layers of shardwright.integrations.linears and their gradients with unsharded ones on 4 ranks."""
 
 from __future__ import annotations
 
-import pathlib
-import sys
 from collections.abc import Sequence
 
 import pytest
@@ -15,10 +13,7 @@ from torch.testing import assert_close
 import shardwright as sw
 from parts import part_of
 from pool import Pool
-
-sys.path.append(str(pathlib.Path(__file__).parents[2] / "examples"))
-
-import torchtitan_functions as functions
+from shardwright.integrations import linears as functions
 
 WORLD = 4
 # Shape of x, the sharded dim, out_features. Uneven sizes leave some ranks with less, or with nothing.

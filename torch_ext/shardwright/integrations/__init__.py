@@ -1,4 +1,4 @@
-"""Adapters to other libraries, one module per library. docs/integrations.md describes them.
+"""Adapters to other libraries, one module for each. docs/integrations.md describes them.
 
-Each module imports its library, so importing this package alone needs none of them.
+`torchtitan` and `transformers` import their libraries; this package and `linears` need none of them.
 """

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-import shardwright as sw
+from ..matmul import all_gather_matmul, matmul_reduce_scatter
 
 
 def all_gather_linears(
@@ -51,7 +51,7 @@ def all_gather_linears(
     if out_features is None:
         out_features = [weight.shape[0] * group.size() for weight in weights]
     return list(
-        sw.all_gather_matmul(
+        all_gather_matmul(
             x,
             [weight.t() for weight in weights],
             biases,
@@ -122,5 +122,13 @@ def linear_reduce_scatter(
         This rank's part of shape (..., out_features).
     """
     size = x.shape[-1] * group.size() if in_features is None else in_features
-    y: torch.Tensor = sw.matmul_reduce_scatter(x, weight.t(), bias, scatter_dim=scatter_dim, size=size, group=group)
+    y: torch.Tensor = matmul_reduce_scatter(x, weight.t(), bias, scatter_dim=scatter_dim, size=size, group=group)
     return y
+
+
+# By the names of torchtitan's autograd functions, whose `apply` they replace.
+REPLACEMENTS = {
+    "AllGatherLinear": all_gather_linear,
+    "AllGatherLinearMulti": all_gather_linear_multi,
+    "LinearReduceScatter": linear_reduce_scatter,
+}

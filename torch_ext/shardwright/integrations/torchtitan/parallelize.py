@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import spmd_types
@@ -20,7 +21,7 @@ from ... import drop_in
 from ...fsdp import fully_shard
 from ...layouts.errors import argument_error
 from ...spmd.redistributes import redistribute
-from .linears import AllGatherLinear, AllGatherLinearMulti, LinearReduceScatter
+from ..linears import REPLACEMENTS
 
 Types = Mapping[MeshAxisName, Any]
 
@@ -36,8 +37,8 @@ def with_our_functions(parallelize_fn: Callable[..., nn.Module]) -> Callable[...
         fsdp.fully_shard = fully_shard
         module.spmd_redistribute_per_axis = redistribute_per_axis
         module.spmd_validate_redistributions = check_redistributes
-        for product in (AllGatherLinear, AllGatherLinearMulti, LinearReduceScatter):
-            setattr(dist_gemm, product.__name__, product)
+        for name, function in REPLACEMENTS.items():
+            setattr(dist_gemm, name, SimpleNamespace(apply=function))
         return parallelize_fn(*args, **kwargs)
 
     return parallelize
