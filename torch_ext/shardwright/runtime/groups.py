@@ -6,17 +6,15 @@ group for redistributes that name neither. So two meshes of the same ranks with 
 
 Only its members take part in making a group, so ranks that run different programs may redistribute on their own part
 of a mesh. All members must make a group at the same point of their programs; preparation.py moves that point to the
-start. Threads with meshes of their own may make groups at the same time, in any order (`_name`).
+start. Threads with meshes of their own may make groups at the same time, in any order (group_names.py).
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import hashlib
 import itertools
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -28,6 +26,7 @@ from torch.distributed import distributed_c10d
 
 from .._native import _planner, _runtime
 from ..layouts.layout import Mesh
+from . import group_names
 
 
 class WeakGroup:
@@ -67,7 +66,6 @@ class WeakGroup:
 DEFAULT = WeakGroup(None)
 
 DRY_RUN_BACKEND = "fake"  # torch's name for it; it sends nothing
-_POLL_SECONDS = 0.002  # interval between two reads of the store
 
 
 class Owner(NamedTuple):
@@ -86,7 +84,6 @@ _Members = tuple[tuple[str, ...], tuple[int, ...]]
 _made: dict[_Members, WeakGroup] = {}
 _times_made: dict[_Members, int] = {}  # failed attempts count, so that all members agree
 _locks: dict[_Members, threading.Lock] = {}  # one thread makes a group, others wait for it
-_announced: set[tuple[str, ...]] = set()  # names of meshes that other ranks can look up (`_announce`)
 _watched: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # groups to which something cached was bound
 noted_world = DEFAULT  # the default group to which caches belong
 _noting = threading.Lock()
@@ -111,7 +108,7 @@ def note_world() -> None:
     with _noting:
         if (world := dist.group.WORLD) is noted_world.alive():
             return
-        for table in (_made, _times_made, _locks, _announced):
+        for table in (_made, _times_made, _locks, group_names.announced):
             table.clear()
         _call(when_gone)
         noted_world = weakly(world)
@@ -173,9 +170,9 @@ def owner_of(device_mesh: Any | None, group: dist.ProcessGroup | None = None) ->
     if isinstance(device_mesh, Owner):
         return device_mesh
     if device_mesh is not None and (names := _own_names(device_mesh)):
-        owner = Owner(names, flattened_names(device_mesh), Mesh(device_mesh))
-        _announce(owner)
-        return owner
+        grid = Mesh(device_mesh)
+        group_names.announce(names, grid)
+        return Owner(names, flattened_names(device_mesh), grid)
     return _DEFAULT_OWNER if group is None or group is dist.group.WORLD else Owner((group.group_name,))
 
 
@@ -191,7 +188,7 @@ def owner_of_names(names: Sequence[str], grid: _planner.Mesh) -> Owner:
     if along != [tuple(grid.group_ranks(dist.get_rank(), [dim])) for dim in range(grid.ndim)]:
         return Owner(tuple(names))
     owner = Owner(tuple(names[: grid.ndim]), tuple(names[grid.ndim :]), grid)
-    _announce(owner)
+    group_names.announce(owner.names, grid)
     return owner
 
 
@@ -237,7 +234,8 @@ def find_or_make(ranks: Sequence[int], owner: Owner = _DEFAULT_OWNER, may_make: 
     key = _names_along(owner, wanted), wanted
     with _locks.setdefault(key, threading.Lock()):
         if (found := find(ranks, owner)) is None:
-            found = _watch(_make(wanted, _name(owner, wanted)))
+            times = _times_made[key] = _times_made.get(key, 0) + 1
+            found = _watch(_make(wanted, group_names.new_name(_names_of_first(owner, wanted), wanted, times)))
             _made[key] = weakly(found)
     return found
 
@@ -279,69 +277,12 @@ def _names_along(owner: Owner, ranks: Sequence[int]) -> tuple[str, ...]:
     return tuple(owner.names[dim] for dim in _dims_between(owner.grid, ranks))
 
 
-def _announce(owner: Owner) -> None:
-    """Writes the names of this rank's groups along the dims of a mesh into the store, for `_name` on other ranks."""
-    if owner.grid is None or owner.names in _announced:
-        return
-    _announced.add(owner.names)
-    grid, rank, store = owner.grid, dist.get_rank(), distributed_c10d._get_default_store()
-    for dim, other in itertools.permutations([d for d in range(grid.ndim) if grid.shape[d] > 1], 2):
-        store.set(_announcement(owner.names[dim], grid, rank, other), owner.names[other])
-
-
-def _announcement(name: str, grid: _planner.Mesh, rank: int, dim: int) -> str:
-    """Returns the store key for the group along `dim` of a rank whose group along another dim is `name`."""
-    return f"shardwright/groups/{name}/{rank}/{_digest(str(grid.group_ranks(rank, [dim])))}"
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
-
-
-def _name(owner: Owner, ranks: tuple[int, ...]) -> str:
-    """Returns the name for a new group: the same on all members, different for other owners.
-
-    PyTorch's names include the number of groups that the rank has made (2.15) or holds (2.11). Members whose numbers
-    differ, or threads that make groups at once, would wait for each other under different names, forever.
-
-    A rank has only its own groups of a mesh. So the name is made from the groups of one member, whose coordinates are 0
-    in all dims in which the members differ. The others find these groups in the store, one dim at a time: rank (1, 1)
-    of a 2 x 2 mesh shares a group with rank (0, 1), which shares one with rank (0, 0). A group that is made again after
-    it was destroyed needs a new name, because the store still has the addresses of the first one.
-    """
-    key = _names_along(owner, ranks), ranks
-    times = _times_made[key] = _times_made.get(key, 0) + 1
-    names = list(key[0])
-    if owner.grid is not None and len(names) > 1 and not moves_nothing(None):  # in a dry run there are no other ranks
-        names = _names_of_first(owner.grid, _dims_between(owner.grid, ranks), names)
-    return _digest(f"shardwright {' '.join(names)} {'_'.join(map(str, ranks))} {times}")
-
-
-def _names_of_first(grid: _planner.Mesh, dims: list[int], names: list[str]) -> list[str]:
-    """Returns the names of the groups along `dims` of the rank with coordinate 0 in them. `names` are this rank's."""
-    rank = dist.get_rank()
-    for i, dim in enumerate(dims):
-        own = grid.coordinate(rank)
-        assert own is not None
-        first = next(member for member in grid.group_ranks(rank, [dim]) if (grid.coordinate(member) or own)[dim] == 0)
-        if first != rank:
-            rank, shared = first, names[i]
-            names = [shared if d == dim else _read(_announcement(shared, grid, rank, d), rank) for d in dims]
-    return names
-
-
-def _read(key: str, rank: int) -> str:
-    """Returns the value that a rank wrote. Polls, because a store client that waits blocks other threads."""
-    store, timeout = distributed_c10d._get_default_store(), default_timeout()
-    end = time.monotonic() + timeout.total_seconds()
-    while not store.check([key]):
-        if time.monotonic() > end:
-            raise RuntimeError(
-                f"group: rank {dist.get_rank()} waited {timeout.total_seconds():g} s for rank {rank} to redistribute "
-                "on the same mesh. All ranks along several mesh dims must call a redistribute over these dims"
-            )
-        time.sleep(_POLL_SECONDS)
-    return bytes(store.get(key)).decode()
+def _names_of_first(owner: Owner, ranks: tuple[int, ...]) -> Sequence[str]:
+    """Returns the owner's names along the dims in which the ranks differ, of the same rank on all members."""
+    names = _names_along(owner, ranks)
+    if owner.grid is None or len(names) < 2 or moves_nothing(None):  # in a dry run there are no other ranks
+        return names
+    return group_names.of_first(owner.grid, _dims_between(owner.grid, ranks), names, default_timeout())
 
 
 def _is_capturing() -> bool:
@@ -409,7 +350,7 @@ def make_over_store(
             backend_options=_options(),
             timeout=timeout,
             device_id=device,
-            group_desc="shardwright",
+            group_desc=group_names.DESCRIPTION,
         )
     assert isinstance(group, dist.ProcessGroup)
     return group
