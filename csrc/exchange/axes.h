@@ -2,7 +2,7 @@
 // coordinates of a mesh dim or in any order, and layouts of which only one flattens the leading tensor dims.
 //
 // An *axis* is a tensor dim. Tensor dims that one side flattens form one axis of all their elements on both sides. A
-// mesh dim whose reduction is pending before and after is an axis that this mesh dim cuts, because each of its
+// mesh dim whose reduction is pending before and after is an axis too, which the mesh dim itself cuts: each of its
 // coordinates has a tensor of its own. An *axis shard* is one combination of coordinates on the mesh dims that cut the
 // axis. It has the list of the elements that the ranks with these coordinates store, in local order. A part is one
 // shard of each axis. The *candidate senders* of a part of the source are the ranks that have its shards.
@@ -42,7 +42,7 @@ struct AxisGrid {
   std::vector<LocalAxis> local_axes(int64_t position) const;
 
  private:
-  Region region(int64_t position, std::vector<IntervalList> Axis::* lists) const;
+  Region region(int64_t position, std::vector<IntervalList> Axis::*lists) const;
 };
 
 // Both layouts of a move, on the same axes.

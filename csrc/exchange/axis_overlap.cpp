@@ -56,9 +56,9 @@ void for_each_overlap_in_runs(const Mesh& mesh, int64_t position, MeshDimSet all
   if (last > first) go_on(last);
 }
 
-// Calls visit(elements, times) for the overlaps of the parts of one cut of a single interval with a target, without
-// making the parts. Handles chunks with any target that has no repeats, and strided parts with a target of a single
-// interval. Returns false for anything else.
+// Calls visit(elements, times) for the overlaps between a target and the parts into which one cut divides a single
+// interval. Does not make the parts. Handles chunks with any target that has no repeats, and strided parts with a
+// target of a single interval. Returns false for anything else.
 template <typename Visit>
 bool visited_without_parts(int64_t k, Interval coordinates, Interval list, const CutRule& rule,
                            const IntervalList& target, const Visit& visit) {

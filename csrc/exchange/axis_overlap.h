@@ -17,8 +17,8 @@ struct AxisOverlap {
   int64_t parts = 0;     // number of these parts
 };
 
-// Counts the parts into which `cuts` divide a tensor dim of n elements and that intersect the target. Mesh dims in
-// `varying` take every coordinate; the other mesh dims have the coordinates of `position`.
+// Counts the parts that intersect the target, out of the parts into which `cuts` divide a tensor dim of n elements.
+// Mesh dims in `varying` take every coordinate; the other mesh dims have the coordinates of `position`.
 AxisOverlap overlap(const Mesh& mesh, int64_t n, std::span<const Cut> cuts, int64_t position, MeshDimSet varying,
                     const IntervalList& target);
 

@@ -221,7 +221,7 @@ class Bounds {
     }
   }
 
-  // Returns the number of cells, those without receivers included.
+  // Returns the number of cells, including cells without receivers.
   int64_t num_cells() const {
     int64_t cells = 1;
     for (size_t t = 0; t < overlaps_.size(); ++t) {

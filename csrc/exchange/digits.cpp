@@ -154,8 +154,8 @@ std::optional<int64_t> sum_by_walking(const Layout& a, const Layout& b) {
   return total;
 }
 
-// The ties between parts of coordinates. The ranks that satisfy all ties are a fraction of the mesh, because all parts
-// that must be equal have one free value together.
+// The ties between parts of coordinates. Parts that must be equal share one free value, so the ranks that satisfy all
+// ties are a fraction of the mesh.
 class Ties {
  public:
   // Adds a tie. Returns false if it compares a part that overlaps a part of another tie without being equal.

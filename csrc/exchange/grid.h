@@ -16,8 +16,8 @@
 
 namespace shardwright {
 
-// A dim of a grid: the indices [begin, begin + length) of a tensor dim. With kNoDim it is the single index 0, and no
-// dim of the tensor.
+// A dim of a grid: the indices [begin, begin + length) of a tensor dim. With kNoDim it has the single index 0, and
+// belongs to no tensor dim.
 struct Window {
   static constexpr int kNoDim = -1;
 

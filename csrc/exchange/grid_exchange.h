@@ -8,7 +8,7 @@
 // of the destination after the other, each in the order of its parts. The elements of one receiver are its *section*
 // of the queue. The queue is divided into *ranges* of equal length, one for each sender, in mesh order. All queues use
 // the length that covers the longest queue: shorter ranges would split more messages without relieving the busiest
-// rank. If each sender's share can be whole replicas of the destination within that length, the queue is cut between
+// rank. If the length is enough for every sender to serve whole replicas of the destination, the queue is cut between
 // replicas. With ReplicaPolicy::kEvenBytes a range may end anywhere, and the busiest rank sends the least possible
 // without forwarding, rounded up to elements. With ReplicaPolicy::kWholeMessages a message is sent by the rank whose
 // range contains its middle, and the busiest rank sends less than one message more than that.
@@ -187,7 +187,7 @@ class GridExchange final : public Exchange {
   int64_t received_elements(const Ends& ends) const;  // number of elements that a rank needs and does not hold
   int64_t parts_received(const Ends& ends) const;  // number of parts of the source from which a rank receives elements
   Traffic traffic(Rank rank, const Ends& ends, int64_t rounds) const;
-  // Calls visit(sender, range) for each message that a rank receives.
+  // Calls visit(sender, range) for each message to a rank: finds its section of each overlapping part's queue.
   template <typename Visit>
   void for_each_received(Rank rank, const Ends& ends, const Visit& visit) const;
   // The messages of each rank, by ascending peer.

@@ -18,7 +18,7 @@ void check_side(const std::vector<Window>& windows, const std::vector<int64_t>& 
   std::vector<int> times(shape.size(), 0);
   for (const Window& window : windows) {
     if (window.tensor_dim == Window::kNoDim) {
-      check_user(window.begin == 0 && window.length == 1, argument, ": range of an axis's absent ", side,
+      check_user(window.begin == 0 && window.length == 1, argument, ": range of an axis without a ", side,
                  " dim must be [0, 1), got [", window.begin, ", ", window.begin + window.length, ")");
       continue;
     }

@@ -13,8 +13,8 @@
 namespace shardwright {
 namespace {
 
-// Sets the bounds of nodes: elements of cells that no rank of a node holds and one needs must enter the node, and
-// elements that only one node holds and another needs must leave it.
+// Sets the bounds of nodes. Elements must enter a node if a rank of the node needs them and none holds them. Elements
+// must leave a node if only its ranks hold them and a rank of another node needs them.
 void bound_nodes(const Cells& cells, const std::vector<Rank>& ranks, int64_t ranks_per_node, int64_t item_bytes,
                  ExchangeBound& bound) {
   if (ranks_per_node <= 0) return;

@@ -13,8 +13,8 @@ namespace shardwright {
 // on one node.
 //
 // With too many cells (exchange/cells.h) or pending reductions, the sent bytes are means: over the ranks of the source
-// if only candidate senders send (over all ranks with pending reductions), and over all ranks otherwise. With pending
-// reductions the bounds of nodes are 0.
+// if only candidate senders send and no reduction is pending, otherwise over all ranks. With pending reductions the
+// bounds of nodes are 0.
 ExchangeBound indexed_bound(const Layout& src, const Layout& dst, int64_t ranks_per_node);
 
 }  // namespace shardwright

@@ -13,11 +13,11 @@
 namespace shardwright {
 namespace {
 
-// Maximum number of listed runs of all ranks together. Few lists of CutRule::kMaxRuns runs may all be listed.
+// Maximum number of listed runs over all ranks: 16 times the maximum of one part.
 constexpr int64_t kMaxListed = 16 * CutRule::kMaxRuns;
 
-// If the busiest rank sends more than the least by more than 1 / kSentAboveFraction of it, the messages are recomputed
-// by cells.
+// The messages are recomputed by cells if the busiest rank sends more than 1 + 1 / kSentAboveFraction times the least
+// possible.
 constexpr int64_t kSentAboveFraction = 20;
 
 // Returns the number of bits up to the highest bit in which two ranks differ.
@@ -94,9 +94,11 @@ class IndexedExchange::Choice {
     for (const std::vector<IntervalList>* lists : sides) {
       for (const IntervalList& list : *lists) {
         runs += ascend ? samples_.most_in(list) : static_cast<int64_t>(list.size());
-        check_user(
-            runs <= kMaxListed, "placements: number of listed runs over all ranks must be at most 2^24, got ", runs,
-            " or more: ", ascend ? "source and destination have no short common period" : "parts are not ascending");
+        check_user(runs <= kMaxListed,
+                   "placements: number of runs to compare over all ranks must be at most 2^24, got ", runs,
+                   " or more; ",
+                   ascend ? "choose layouts with a short common period"
+                          : "list the intervals of each part in ascending order");
       }
     }
     return runs;

@@ -3,10 +3,10 @@
 // defines axis, axis shard and candidate sender.
 //
 // With ReplicaPolicy::kWholeMessages, an element that several shards have, or a part that several ranks hold, is sent
-// by the nearest: the rank whose number differs from the receiver's in the lowest bits only. On nodes of a power of two
-// of ranks this prefers the own node. Among equally near ranks, the one that sends least so far is chosen. With
-// ReplicaPolicy::kEvenBytes distance does not count, and elements with several candidate senders are divided so that
-// these send as equally as possible.
+// by the nearest rank: its number shares the longest binary prefix with the receiver's. If the ranks per node are a
+// power of two, ranks on the receiver's node are nearest. Of equally near ranks, the one that sends least so far is
+// chosen. With ReplicaPolicy::kEvenBytes distance does not count, and elements with several candidate senders are
+// divided so that these send as equally as possible.
 //
 // The received bytes are the least possible. With ReplicaPolicy::kEvenBytes, the bytes sent by the busiest rank are
 // within a twentieth of the least (or of the most that a rank receives, if that is more). First, each axis is divided
@@ -34,8 +34,8 @@ class IndexedExchange final : public Exchange {
  public:
   // The layouts must describe the same tensor. On one mesh, the pending reductions must be equal on both sides; between
   // two meshes there must be none. Otherwise throws InvariantError. Throws UserError if a flattened part has more than
-  // CutRule::kMaxRuns runs (a repeating block counts once), or if all parts together have more than 2^24 runs of an
-  // axis in samples, or in full if parts of the axis do not ascend.
+  // CutRule::kMaxRuns runs (a repeating block counts once), or if all parts together have more than 2^24 runs on an
+  // axis: runs in samples if all parts of the axis ascend, otherwise all runs.
   IndexedExchange(const Layout& src, const Layout& dst, ReplicaPolicy policy);
 
   // Makes the exchange of two grids with equally many axes, where every element of the destination is on some shard of

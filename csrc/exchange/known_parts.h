@@ -20,8 +20,8 @@ inline void coordinates_at(const Mesh& mesh, int64_t position, Coordinates& coor
   for (int d = mesh.ndim(); d-- > 0; position /= mesh.dim_size(d)) coordinates[d] = position % mesh.dim_size(d);
 }
 
-// A cache by the coordinates on some mesh dims. It is a table if there are few combinations of coordinates, and a hash
-// map for the first kFew values or otherwise. References stay valid.
+// A cache by the coordinates on some mesh dims. It begins as a hash map. After kFew values it becomes a table if there
+// are few combinations of coordinates. References stay valid.
 template <typename Value>
 class ByCoordinates {
  public:

@@ -102,8 +102,8 @@ class MeshExchange final : public Exchange {
   int64_t messages_to_keepers(int64_t position) const;
   // Returns true if all members of the group around a rank hold equally many elements.
   bool hold_equally(int64_t position) const;
-  // Returns, keyed by a number of elements, how many members of the group around a rank need that many. Does not visit
-  // members.
+  // Returns the number of members of a rank's group that need each number of elements, keyed by the number of elements.
+  // Does not visit members.
   std::map<int64_t, int64_t> members_by_need(int64_t position) const;
   // Returns the number of elements that one member of a group sends another.
   int64_t elements_between(int64_t from, int64_t to) const;
@@ -121,8 +121,8 @@ class MeshExchange final : public Exchange {
     int64_t size = 1;
     std::vector<int64_t> positions;        // by ascending rank; only set by group()
     std::optional<SharedSending> sending;  // with sharing
-    // Set by connect(): the connected components of "exchanges data with", each by ascending rank, and the component of
-    // each member.
+    // Set by connect(): the connected components of the members that exchange data, each by ascending rank, and the
+    // component of each member.
     std::vector<std::vector<size_t>> components;
     std::vector<bool> all_pairs_exchange;  // by component: each member has elements for each other member
     std::vector<size_t> component_of;
@@ -177,7 +177,7 @@ class MeshExchange final : public Exchange {
   const Transfer& any_transfer(int64_t position) const;
 
   // Equal messages that a rank sends or receives. A class may count the elements that the rank keeps as a message; then
-  // a last class with `times` = -1 takes them away.
+  // a last class with `times` = -1 subtracts that message.
   struct MessageClass {
     Transfer transfer;
     int64_t times = 0;  // number of these messages
@@ -187,8 +187,8 @@ class MeshExchange final : public Exchange {
   const std::vector<MessageClass>& receives(const Group& group, int64_t position) const;
 
   // Returns one number for each tensor dim. Two ranks have equal profiles only if their messages agree in number,
-  // lengths and contiguity. Returns nullopt with several rounds, with sharing, or if too many combinations of
-  // coordinates cut a tensor dim.
+  // lengths and contiguity. Returns nullopt with several rounds, if replicas share the sending, or if the mesh dims
+  // that cut a tensor dim have too many combinations of coordinates.
   std::optional<std::vector<int>> profile(int64_t position) const;
 
  private:
@@ -353,7 +353,7 @@ class MeshExchange final : public Exchange {
   mutable std::vector<size_t> combination_;                       // scratch of classes_of()
   mutable PartsOfRank others_;                                    // scratch of classes_of()
   mutable std::deque<IntervalList> lists_;                        // lists of overlaps
-  mutable std::map<std::vector<int64_t>, std::vector<Extent>> in_rounds_;  // keys have everything that rounds depend on
+  mutable std::map<std::vector<int64_t>, std::vector<Extent>> in_rounds_;  // keys: all values that rounds depend on
   mutable std::vector<ByCoordinates<std::vector<Overlap>>> overlaps_;  // two per tensor dim: receivers, then senders
   mutable std::vector<ByCoordinates<int>> profiles_;                   // by tensor dim
   mutable std::vector<std::map<std::vector<int64_t>, int>> known_profiles_;  // by tensor dim: number of each profile

@@ -305,7 +305,7 @@ std::optional<std::vector<int>> MeshExchange::profile(int64_t position) const {
   return all;
 }
 
-// Returns a number for the values that shared() reads of one tensor dim, except for offsets.
+// Returns a number that stands for all values, except offsets, that shared() reads of one tensor dim.
 int MeshExchange::profile_in(int tensor_dim, int64_t position) const {
   const Part held = part(held_, tensor_dim, position);
   const Part needed = part(needed_, tensor_dim, position);

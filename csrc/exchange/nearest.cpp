@@ -11,10 +11,10 @@
 namespace shardwright {
 namespace {
 
-// An optimal assignment of rows to ranks. The rows that ranks keep are a matching between rows and places: each rank
-// has `most_` places, and a place is worth the elements that the rank has of each of its rows. Sets of places that can
-// be matched are a matroid. So it is exact to fill places in descending order of worth, as many of each rank as still
-// can be matched. Runs of rows that the same ranks hold are of one *kind*.
+// An assignment of rows to ranks that leaves the most elements on their rank. Each rank has `most_` places for rows
+// that it holds. The worth of a place is the number of elements that its rank holds of each of its rows. The sets of
+// places that can be filled are a matroid, so a greedy choice is optimal: fill as many places as possible, rank by
+// rank, in descending order of worth. Runs of rows that the same ranks hold are of one *kind*.
 class Matched {
  public:
   Matched(int64_t rows, const std::vector<IntervalList>& held, std::vector<int64_t> worth)
@@ -118,7 +118,7 @@ class Matched {
     }
   }
 
-  // Assigns as many rows to a rank as possible, along augmenting paths. Ranks that keep rows already keep as many.
+  // Assigns as many rows to a rank as possible, along augmenting paths. No other rank keeps fewer rows.
   void give_rows(size_t rank) {
     for (int64_t room = worth_[rank] > 0 ? most_ : 0; room > 0;) {
       const std::vector<Link> path = path_from(rank);

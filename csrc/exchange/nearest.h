@@ -15,8 +15,8 @@ struct NearestCut {
   std::vector<std::vector<Interval>> lists;  // by index of the rank in `ranks`: its rows of the dim, ascending
 };
 
-// Returns, among the cuts of one dim that give each row to one rank and no rank more than ceil(n / number of ranks) of
-// n rows, one that leaves the most elements on their rank. The layout must have a dim and no pending reductions.
+// Returns a cut of one dim that leaves the most elements on their rank. Each of the dim's n rows is on one rank, and no
+// rank has more than ceil(n / ranks) rows. The layout must have a dim and no pending reductions.
 NearestCut nearest_cut(const Layout& src, const std::vector<Rank>& ranks);
 
 }  // namespace shardwright

@@ -33,8 +33,8 @@ int64_t elements_of(const std::vector<Open>& open, size_t first) {
   return elements;
 }
 
-// Returns the lowest level with this property: if every sender sends until it has sent `level` elements in all, senders
-// send at least `elements` more than in `sent`.
+// Returns the lowest level with which the senders send `elements` or more on top of `sent`, if each sends until its
+// total is `level`.
 int64_t level_for(std::vector<int64_t> sent, int64_t elements) {
   std::sort(sent.begin(), sent.end());
   int64_t sum = elements;

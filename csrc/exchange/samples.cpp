@@ -17,7 +17,7 @@ Interval span_of_items(std::span<const Interval> items) {
   return span;
 }
 
-// A border between ranges of indices. Between two borders no list begins or ends to repeat, and an interval that does
+// A border between ranges of indices. Between two borders no list starts or stops repeating, and an interval that does
 // not repeat is contained or disjoint.
 struct Border {
   std::vector<int64_t> begin;  // periods of the blocks that begin here

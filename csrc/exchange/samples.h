@@ -32,15 +32,15 @@ class Samples {
   std::vector<Interval> in(const IntervalList& list) const;
   // Returns an upper bound on the number of intervals of in(list), from the numbers of repetitions alone.
   int64_t most_in(const IntervalList& list) const;
-  // Returns the union over all repetitions of the samples of intervals that are ascending and divided as in() returns
-  // them.
+  // Repeats the intervals with their samples, and returns the union of all repetitions. The intervals must ascend and
+  // be divided as by in().
   IntervalList repeated(const std::vector<Interval>& intervals) const;
 
  private:
   // Adds the samples of a range that repeats with this period (0: does not repeat).
   void add(Interval range, int64_t period, int64_t divisions);
-  // Calls visit(block, first, last, range) for each block of a list and each sample. Repetitions [first, last) of the
-  // block are at least partly in the sample's first repetition, `range`.
+  // Calls visit(block, first, last, range) for each block of a list and each sample. `range` is the sample's first
+  // repetition. Repetitions [first, last) of the block overlap it.
   template <typename Visit>
   void for_each_block(const IntervalList& list, const Visit& visit) const;
 

@@ -35,7 +35,7 @@ Interval chunk_at(int64_t n, int64_t chunk, int64_t coordinate) {
 
 }  // namespace
 
-// Sets `ends_` to the prefix sums of the sizes; no sizes: null.
+// Sets `ends_` to the prefix sums of the sizes, or to null if there are no sizes.
 CutRule::CutRule(Kind kind, int64_t parameter, const std::vector<int64_t>& sizes) : kind_(kind), parameter_(parameter) {
   if (sizes.empty()) return;
   std::vector<int64_t> ends(sizes.size());

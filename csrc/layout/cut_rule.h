@@ -11,7 +11,7 @@
 // Invariants:
 //   - Every position goes to at least one coordinate, and to no coordinate twice.
 //   - If is_partition(), every position goes to exactly one coordinate, and parts of an ascending list ascend. Only
-//     `pieces` may make another rule; layouts with such a rule are moved by rearrangements
+//     `pieces` can make a rule that is no partition. Rearrangements move layouts with such a rule
 //     (exchange/indexed_exchange.h).
 #pragma once
 
@@ -100,7 +100,7 @@ class CutRule {
   }
   // Returns a range that contains all coordinates with a position in `range`, which must not be empty.
   Interval coordinates_of(Interval range, int64_t n, int64_t k) const;
-  // Returns 0 and each coordinate whose part is not a shifted copy of the part of the coordinate before it.
+  // Returns 0 and each coordinate whose part is not a shifted copy of the previous coordinate's part.
   std::vector<int64_t> starts_of_like_parts(int64_t n, int64_t k) const;
 
   // ---- Composition with other cuts
@@ -108,12 +108,12 @@ class CutRule {
   // Returns the split factor of the strided cut that makes the same parts, if these have equal lengths and there is
   // such a cut. Digits (exchange/digits.h) and canonical forms are made from it.
   std::optional<int64_t> equal_split_factor(int64_t n, int64_t k) const;
-  // Returns the rule that makes the same parts after the cut right before this one (`earlier`, over k coordinates) is
-  // gathered, or nullopt if there is none. Example: chunks of chunks become SS with split factor k.
+  // Returns the rule that makes the same parts once the previous cut (`earlier`, over k coordinates) is gathered, or
+  // nullopt if there is none. Example: chunks of chunks become SS with split factor k.
   std::optional<CutRule> with_gathered(const CutRule& earlier, int64_t k) const;
-  // Returns the rule that makes the same parts, of equal lengths, after the cut right after this one (`later`, over k
-  // coordinates) is moved in front of it, or nullopt if there is none. Example: SS with split factor k, then chunks,
-  // makes the same parts as these chunks first, then chunks in place of SS.
+  // Returns the rule with which this cut makes the same parts, of equal lengths, if the next cut (`later`, over k
+  // coordinates) is made first, or nullopt if there is none. Example: SS with split factor k, then chunks, makes the
+  // same parts as chunks by the second mesh dim, then chunks by the first.
   std::optional<CutRule> moved_after(const CutRule& later, int64_t k) const;
 
   // Appends integers that encode the rule. No encoding is a prefix of another.

@@ -10,8 +10,8 @@
 namespace shardwright {
 namespace {
 
-// Merges pieces that are adjacent in both lists: add() them in order, and visit(piece) is called for each merged piece,
-// for the last one by the destructor.
+// Merges pieces that are adjacent in both lists. add() takes the pieces in order. visit(piece) is called for each
+// merged piece; the destructor calls it for the last.
 template <typename Visit>
 class Joined {
  public:

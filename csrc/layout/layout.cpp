@@ -117,8 +117,8 @@ void check_order(const Mesh& mesh, const std::vector<Placement>& placements, int
   }
 }
 
-// Throws UserError if a rule cannot cut one of the parts that the cuts before it make. Follows one part of each length
-// through the cuts. Strided rules can cut every list, so the last cuts are not checked if they are strided.
+// Throws UserError if a rule cannot cut a part that the earlier cuts make. Follows one part of each length through the
+// cuts. Strided rules can cut every list, so strided cuts at the end are not checked.
 void check_rules_fit(const Mesh& mesh, int64_t n, const std::vector<Cut>& cuts, int tensor_dim) {
   size_t end = cuts.size();
   while (end > 0 && cuts[end - 1].rule.is_strided_or_chunks()) --end;
@@ -170,7 +170,7 @@ Layout::Layout(MeshPtr mesh, std::vector<int64_t> shape, DType dtype, std::vecto
     const std::optional<ShardOrder> decoded = decode_order(*mesh_, placements_);
     if (!decoded && strided != StridedMeaning::kAuto) {
       throw UserError(concat("placements must have split factors that encode an order of cuts, got ",
-                             placements_string(), " on ", *mesh_, "; pass strided=\"literal\" if they mean pieces"));
+                             placements_string(), " on ", *mesh_, "; pass strided=\"literal\" if they count pieces"));
     }
     if (decoded) {
       order = *decoded;

@@ -57,7 +57,7 @@ int64_t largest_position(const Mesh& mesh, int64_t n, std::span<const Cut> cuts)
 
 class Layout {
  public:
-  // The limit of bytes if every rank held the full tensor, so that byte counts do not overflow.
+  // Maximum number of bytes if every rank held the full tensor. Byte counts up to it cannot overflow.
   static constexpr int64_t kMaxBytesOnAllRanks = int64_t{1} << 57;
   static constexpr int64_t kMaxSplitFactor = int64_t{1} << 20;  // so that the pieces of a part fit into memory
 
@@ -85,7 +85,7 @@ class Layout {
   // The cuts of a tensor dim in shard order. Mesh dims of size 1 are left out unless their rule is no partition.
   const std::vector<Cut>& cuts(int tensor_dim) const { return cuts_[tensor_dim]; }
   const std::vector<std::vector<Cut>>& cuts() const { return cuts_; }
-  // Returns the number of elements of the global tensor; if the layout is restricted, of those with kept indices.
+  // Returns the number of elements of the global tensor. A restricted layout counts only the kept indices.
   int64_t num_elements() const;
 
   MeshDimSet cut_dims() const { return cut_dims_; }          // mesh dims in cuts()

@@ -92,8 +92,8 @@ class PeriodicOverlap {
     return 2 * of_one + kSetUp;
   }
 
-  // Returns the number of runs that take_run() visits for all runs of `walked`. The mean run must span two repetitions
-  // of `periodic`.
+  // Returns the number of runs that take_run() visits if it is called for all `num_walked` runs of `walked`; kNever
+  // unless the mean run spans at least two repetitions of `periodic`.
   static int64_t runs_in_runs_of(const PeriodicRuns& walked, int64_t num_walked, const PeriodicRuns& periodic) {
     if (periodic.count == 1) return kNever;
     const int64_t mean_length = walked.num_keys / static_cast<int64_t>(walked.runs.size());
@@ -119,8 +119,8 @@ class PeriodicOverlap {
     list(begin_ + times * period);
   }
 
-  // Appends the intersection of one run, of a or of b, with the other range: the full repetitions of `other` within the
-  // run, and the partial ones before and after them.
+  // Appends the intersection of one side's run with the other side's range `other`: the full repetitions of `other`
+  // within the run, and the partial repetitions before and after them.
   template <bool is_of_a>
   void take_run(const KeyRun& run, const PeriodicRuns& other) const {
     const int64_t end = run.key + run.length;

@@ -5,8 +5,8 @@
 // runs of keys that repeat `count` times. Two overlapping ranges with periods p and q are intersected in one of three
 // ways:
 //
-//   in common periods   The overlap within lcm(p, q) keys repeats, with a rest at the end.
-//   run by run          Within one run of one range, the other range repeats, with a rest at either end.
+//   in common periods   The overlap within lcm(p, q) keys repeats. The remainder is merged.
+//   run by run          Within one run of one range, the other range repeats. Both ends are listed.
 //   listed              The runs of both ranges are listed and merged.
 //
 // The way that visits the fewest runs is taken. For n keys and one run per repetition these are at most about 2 sqrt(n)

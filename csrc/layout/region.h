@@ -8,8 +8,8 @@
 //
 // Intervals that repeat at equal distances are stored once (repeating_list.h): every 8th of a million rows is [0, 1)
 // with a count of 125,000 and a distance of 8. The functions below do not list repetitions (layout/periodic_runs.h).
-// For lists with periods p and q, their time is proportional to the smaller of the intervals within lcm(p, q) and the
-// intervals of one list. With one interval per repetition, this is O(sqrt(n)).
+// For lists with periods p and q, their time is proportional to the number of intervals within lcm(p, q), or in one of
+// the lists if that number is lower. With one interval per repetition, this is O(sqrt(n)).
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// A list that stores items that repeat at equal distances once: a block-cyclic part of a million blocks is one stored
-// interval and a count. Iteration visits all items.
+// A list that stores items once if they repeat at equal distances: a block-cyclic part of a million blocks is one
+// stored interval and a count. Iteration visits all items.
 //
 // An item is a run of consecutive numbers. Repetitions of an item differ by a multiple of a Shift.
 //
@@ -13,8 +13,8 @@
 //   };
 //
 // Invariants:
-//   - No item continues the item before it, also between repetitions. So the items of a list do not depend on the way
-//     in which it was built. Only the choice of the items that are stored as repetitions does.
+//   - No item continues the item before it, across repetitions too. So lists that were built in different ways have the
+//     same items. Only the stored repetitions may differ.
 //   - Stored repetitions number at least kLeastRepeats, less one for each end at which an item was merged with an item
 //     outside. Fewer repetitions are listed, so most lists have none.
 //
@@ -104,7 +104,7 @@ class RepeatingList {
     bool operator==(const Repeat&) const = default;
   };
 
-  // Returns the sequence with items merged that continue the item before them.
+  // Returns the sequence, with each item that continues the item before it merged into that item.
   static std::vector<Item> joined(std::span<const Item> sequence);
   bool ends_with_repeat() const { return !repeats_.empty() && repeats_.back().last == stored_.size(); }
   // If the list ends with repetitions, lists the last of them, so that stored_.back() is the last item.

@@ -201,8 +201,8 @@ bool MoveTable::has_equal_parts(const State& state) const {
 }
 
 StepCounts MoveTable::exchange_counts(const State& before, const State& after, const Move& move) {
-  // If the costs follow from digits, a rank sends as much as it receives. The exception: digits that are already cut,
-  // and that replicas will cut. Only the replicas with the matching coordinate send, so they send more.
+  // With a closed form, a rank sends as much as it receives, with one exception: a tie whose mesh dim did not cut
+  // before. Along this mesh dim, only the replica with the matching coordinate sends, so it sends more.
   bool differs = false;
   bool sender_differs = false;
   int64_t shared = 1;

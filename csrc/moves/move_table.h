@@ -30,9 +30,9 @@ using Cuts = std::vector<std::vector<Cut>>;
 
 class MoveTable {
  public:
-  // States have the mesh, shape and dtype of `layout`; pending mesh dims of a state have its reductions. With
-  // `ordered`, reductions add in the order of positions; otherwise native collectives are used if there are any. Ranks
-  // that differ in a mesh dim in `between` are on different nodes.
+  // States have the mesh, shape and dtype of `layout`, and its reductions on their pending mesh dims. With `ordered`,
+  // reductions add in the order of positions; otherwise native collectives are used if there are any. Ranks that differ
+  // in a mesh dim in `between` are on different nodes.
   MoveTable(const Layout& layout, Lowering lowering, bool ordered = false, MeshDimSet between = {});
 
   struct State {
@@ -100,17 +100,17 @@ class MoveTable {
   // The factors of one tensor dim in the costs of the rank at one position, for given varying mesh dims.
   struct Shares {
     int64_t own = 0;        // indices that the rank holds before and needs after
-    int64_t sources = 0;    // parts before of the peers, itself included, that have indices that the rank needs
-    int64_t sent = 0;       // held indices that the peers need, added up over their parts after
-    int64_t receivers = 0;  // parts after of the peers, itself included, that have indices that the rank holds
+    int64_t sources = 0;    // parts before the move, its own and its peers', that have indices that the rank needs
+    int64_t sent = 0;       // indices that the rank holds and the peers need, summed over their parts after the move
+    int64_t receivers = 0;  // parts after the move, its own and its peers', that have indices that the rank holds
   };
 
   // Facts about a pair of lists. All but cuts_further, takes_long and spanned are valid only if has_closed_form.
   struct Pair {
-    std::optional<bool> cuts_further;  // result of cuts_further(); without digits, set on first use, by reductions only
-    bool takes_long = false;           // there are many pieces to compare, and no digits
-    bool has_closed_form = false;      // closed formulas from digits give the following fields
-    bool differs = false;              // some rank's coordinates fix the same digit to different values
+    std::optional<bool> cuts_further;    // cached cuts_further(); without digits, only reductions compute it
+    bool takes_long = false;             // there are many pieces to compare, and no digits
+    bool has_closed_form = false;        // closed formulas from digits give the following fields
+    bool differs = false;                // some rank's coordinates fix the same digit to different values
     bool differs_between_nodes = false;  // as `differs`, with both coordinates on mesh dims in between_
     MeshDimSet spanned;                  // the mesh dims that a move must span because of this tensor dim
     int64_t shared = 1;                  // elements in both parts of a rank, if the digits are fixed to the same values

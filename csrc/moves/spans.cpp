@@ -84,7 +84,7 @@ CutList without_last(CutList cuts, MeshDimSet gathered) {
 }
 
 // Returns true if the ranks that agree on `kept` together hold the same elements before and after. To compare them, all
-// other mesh dims are gathered. May return false although they do.
+// other mesh dims are gathered. A result of false may be wrong.
 bool agree_when_gathered(const Mesh& mesh, int64_t n, const CutList& before, const CutList& after, MeshDimSet kept) {
   const MeshDimSet gathered_before = dims_of(before) - kept;
   const MeshDimSet gathered_after = dims_of(after) - kept;
@@ -108,9 +108,9 @@ bool agree_when_gathered(const Mesh& mesh, int64_t n, const CutList& before, con
   return true;
 }
 
-// Returns the mesh dims that are in both lists after their first `common` cuts, if they need not be spanned, else none.
-// They need not if, with these mesh dims and those of the first cuts kept and all others gathered, ranks hold the same
-// elements before and after.
+// Returns the mesh dims that are in both lists after their first `common` cuts if a move need not span them, else none.
+// Gathers all mesh dims except these and those of the first cuts. If ranks then hold the same elements before and
+// after, the move need not span them.
 MeshDimSet carried_along(const Mesh& mesh, int64_t n, const CutList& before, const CutList& after, size_t common) {
   const MeshDimSet both = dims_of(std::span(before).subspan(common)) & dims_of(std::span(after).subspan(common));
   if (both.empty()) return {};

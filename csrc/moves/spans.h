@@ -19,8 +19,8 @@ std::vector<Cut> canonical(const Mesh& mesh, int64_t n, std::vector<Cut> cuts);
 // may return false for equal parts.
 bool same_parts(const Layout& a, const Layout& b);
 
-// Returns true if each set of ranks that agree on `kept` together holds the same elements of a tensor dim of n elements
-// before and after. It may return false although they do, but never true although they do not.
+// Returns true if each set of ranks with equal coordinates on `kept` together holds the same elements of a tensor dim
+// of n elements before and after. A result of false may be wrong; true is always right.
 bool holds_the_same(const Mesh& mesh, int64_t n, const std::vector<Cut>& before, const std::vector<Cut>& after,
                     MeshDimSet kept);
 

@@ -13,7 +13,7 @@ namespace shardwright {
 enum class StepOp : uint8_t {
   kSlice,          // local: keep a subset of the elements held
   kPartition,      // local: R -> P, such that reducing gives the value back
-  kZeroFill,       // local: S -> P(sum), the own part amid zeros
+  kZeroFill,       // local: S -> P(sum), the own part and zeros elsewhere
   kAllGather,      // every rank receives all members' parts
   kAllToAll,       // every rank sends every other rank an equal part
   kPermute,        // every rank sends its whole part to one other rank

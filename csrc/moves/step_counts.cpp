@@ -34,7 +34,7 @@ bool is_uneven_by_rule(const Step& step) {
   return has_rule(step.before) || has_rule(step.after);
 }
 
-// Returns the maxima over one rank of each class, in position 0's group if that is enough, else in all groups.
+// Returns the maxima over one rank of each class. Examines only position 0's group if that group has the maxima.
 StepCounts counts_by_walking(const Step& step, Lowering lowering) {
   StepCounts worst;
   const StepTraffic traffic(step, lowering);

@@ -29,9 +29,9 @@ int64_t predicted_picoseconds(const Step& step, Lowering lowering, const Topolog
 // Returns the predicted time of a plan: the sum over its steps, or with segments, the sum over pipeline stages
 // (moves/segments.h). In a pipeline stage, the latencies of the communicating steps add up. Bytes of all steps are
 // added up per rank, separately for links within nodes and for other links; the busiest rank and kind of link counts.
-// Copies are those of the steps, of segments from the source and to the destination. Non-uniform segments all count as
-// the largest: their share of a step's bytes is the largest share that any segment has of the longest part before or
-// after the step.
+// Local copies are those of the steps, of segments out of the source and of segments into the destination. Non-uniform
+// segments all count as the largest: their share of a step's bytes is the largest share that any segment has of the
+// longest part before or after the step.
 int64_t predicted_picoseconds(const Plan& plan);
 
 // Returns the segments (moves/segments.h) with which a plan is predicted to be fastest. Returns one segment if that is

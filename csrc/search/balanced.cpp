@@ -24,8 +24,8 @@ struct StripedDim {
   int64_t list = 0;    // length of the lists that the cut divides
 };
 
-// Returns the cut by a mesh dim; nullopt unless it is the last cut of its tensor dim, into chunks, of lists of one
-// length.
+// Returns the cut by a mesh dim. Returns nullopt unless the mesh dim is the last to cut its tensor dim, and cuts lists
+// of equal length into chunks.
 std::optional<StripedDim> striped_dim(const Layout& stripes, int mesh_dim) {
   for (int t = 0; t < stripes.ndim(); ++t) {
     const std::vector<Cut>& cuts = stripes.cuts(t);
@@ -54,8 +54,8 @@ std::vector<int64_t> filled_up(const std::vector<int64_t>& done, int64_t times, 
   return shares;
 }
 
-// Returns the unit of stripe lengths: small enough for kLeastUnits per stripe, and otherwise as large as possible,
-// because a segment has a part of each unit.
+// Returns the unit of stripe lengths: the largest that leaves kLeastUnits units per stripe. It should be large because
+// every segment has a part of each unit.
 int64_t unit_of(int64_t list, int64_t stripes) {
   int64_t unit = 1;
   while (list % (2 * unit) == 0 && list / (2 * unit) >= kLeastUnits * stripes) unit *= 2;

@@ -18,7 +18,7 @@ namespace shardwright {
 // Returns stripes of uneven lengths. `stripes` becomes `goal`, on the same mesh, by a gather over some mesh dims. The
 // result is `stripes` with the lengths of one of these mesh dims chosen such that the busiest rank sends as little as
 // possible in the crossing from `before` and in the gather together. Returns nullopt unless one of these mesh dims
-// makes the last cut of its tensor dim, into chunks, of lists of one length.
+// is the last to cut its tensor dim, and cuts lists of equal length into chunks.
 std::optional<Layout> balanced(const Layout& before, const Layout& stripes, const Layout& goal);
 
 // Returns stripes of uneven lengths for all ranks that need the same part of a tensor dim, for a plan of two crossings.

@@ -32,8 +32,8 @@ class Choices {
   static constexpr int kReplicated = -1;
   static constexpr size_t kMaxLayouts = 64;
 
-  // Returns true if the rules of the remaining cuts still cut what they cut in the layout. `chosen` has the new tensor
-  // dim, or kReplicated, of each changed mesh dim.
+  // Returns true if all remaining cuts, except cuts into chunks, still divide the same lists. `chosen` has the new
+  // tensor dim, or kReplicated, of each changed mesh dim.
   bool leaves_rules_alone(const std::map<int, int>& chosen) const;
   // Returns the layout with these changes.
   Layout with(const std::map<int, int>& chosen) const;

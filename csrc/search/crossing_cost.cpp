@@ -22,7 +22,7 @@ std::optional<std::pair<Step, Cost>> CrossingCost::cheapest(const Layout& before
   Step step{StepOp::kCross, {}, before, after, ReplicaPolicy::kWholeMessages};
   const GridExchange in_messages = crossing_of(step);
   const GridExchange to_the_element = in_messages.with_policy(ReplicaPolicy::kEvenBytes);
-  const StepCounts least = in_messages.worst_at_least();  // lower bounds with either sharing
+  const StepCounts least = in_messages.worst_at_least();  // lower bounds for both policies
   if (!is_worth(of(step, in_messages, least)) && !is_worth(of(step, to_the_element, least))) return std::nullopt;
   const StepCounts worst = in_messages.totals().worst;
   const Cost of_messages = of(step, in_messages, worst);

@@ -161,9 +161,8 @@ Plan plan_through(const std::vector<Layout>& layouts, const PlanOptions& options
   Plan plan = empty_plan(layouts.front(), layouts.back(), options);
   int64_t crossings = 0;
   for (size_t i = 0; i + 1 < layouts.size(); ++i) crossings += layouts[i].mesh() == layouts[i + 1].mesh() ? 0 : 1;
-  check_user(crossings == (crosses(plan) ? 1 : 0), "through: number of changes to another mesh must be ",
-             crosses(plan) ? 1 : 0, ", got ", crossings,
-             ". A plan changes the mesh only from the source's to the destination's");
+  check_user(crossings == (crosses(plan) ? 1 : 0), "through: number of mesh changes must be ", crosses(plan) ? 1 : 0,
+             ", got ", crossings, "; list layouts on the source's mesh first, then those on the destination's");
   for (size_t i = 0; i + 1 < layouts.size(); ++i) {
     check_same_tensor(layouts[i], layouts[i + 1]);
     work_between(layouts[i], layouts[i + 1]);  // throws for P(sum) to P(max), where no data would move

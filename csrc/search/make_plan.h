@@ -13,7 +13,7 @@ namespace shardwright {
 // suffice, or if groups are given for two meshes.
 Plan make_plan(const Layout& src, const Layout& dst, const PlanOptions& options = {});
 
-// Returns the plan that goes through these layouts in order, with one move between neighbors. It serves to cost a plan
+// Returns the plan that goes through these layouts in order, with one move between neighbors. Use it to cost a plan
 // from elsewhere, or to force a plan. `layouts` begins with the source and ends with the destination. There is no step
 // between neighbors that hold the same parts, and a crossing between neighbors on different meshes. Throws UserError if
 // two neighbors are more than one move apart.

@@ -16,9 +16,9 @@ constexpr size_t kMostShapes = 3;
 constexpr int64_t kMostLevels = 12;
 constexpr int64_t kMostLevelsInside = 3;
 
-// Returns the number of messages that each rank sends in every crossing but the first, such that the messages of all
-// crossings together are fewest. `many` is the number of ranks to reach. In the first crossing `few` ranks reach the
-// first relays.
+// Returns the number of messages that each rank sends in every crossing but the first. This number minimizes the
+// messages of all crossings together. `many` is the number of ranks to reach. In the first crossing `few` ranks reach
+// the first relays.
 int64_t messages_of_relays(int64_t few, int64_t many, int64_t levels) {
   int64_t best = 1;
   int64_t least = many + levels;

@@ -22,8 +22,8 @@ std::optional<Layout> split(const Layout& layout, int mesh_dim, const std::vecto
 // of `layout` is `mesh` with some dims split, and `layout` is replicated over the split dims.
 std::optional<Layout> joined(const Layout& layout, const MeshPtr& mesh);
 
-// Returns the ways to split a mesh dim, each as a list of sizes, outermost first: first so that ranks on one node, of
-// `ranks_per_node` consecutive ranks, have a mesh dim of their own, then evenly.
+// Returns the ways to split a mesh dim, each as a list of sizes, outermost first. The first ways give the ranks of a
+// node (`ranks_per_node` consecutive ranks) a mesh dim of their own; the others split evenly.
 std::vector<std::vector<int64_t>> ways_to_split(const Mesh& mesh, int mesh_dim, int64_t ranks_per_node);
 
 }  // namespace shardwright

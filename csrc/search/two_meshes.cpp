@@ -488,7 +488,7 @@ int64_t least_picoseconds_between(const Layout& src, const Layout& dst, const To
   const int64_t message = bound.node_bytes_max > 0 ? between.message_ps : any.message_ps;
   const int64_t bytes = std::max(bound.received_bytes_max, bound.any_sent_bytes_max);
   const int64_t of_nodes = std::max(bound.node_bytes_per_rank, bound.leaving_bytes_per_rank);
-  // In segments, links within nodes and between them are busy at the same time.
+  // A plan in segments keeps links within nodes and links between nodes busy at the same time.
   const bool has_nodes = topology.ranks_per_node > 0 || !topology.mesh_dims.empty();
   const int64_t both = topology.inside.ps_per_kib + between.ps_per_kib;
   const int64_t ps_per_kib =

@@ -20,7 +20,7 @@ template <typename... Parts>
   throw InvariantError(concat("the simulation disagrees with the plan ", to_string(plan), "\n", parts...));
 }
 
-// Returns the row-major indices into the global tensor of a region's elements, in local order.
+// Returns the row-major global indices of a region's elements, in local order.
 std::vector<int64_t> global_indices(const Region& region, const std::vector<int64_t>& shape) {
   std::vector<int64_t> indices{0};
   for (size_t t = 0; t < shape.size(); ++t) {
@@ -43,7 +43,7 @@ int64_t coordinate_over(const Mesh& mesh, int64_t position, MeshDimSet dims) {
   return linear;
 }
 
-// Returns the mesh dims that become partial. Between two meshes all that was pending is reduced first.
+// Returns the mesh dims that become partial. A plan between two meshes first does all pending reductions.
 MeshDimSet new_partial_dims(const Plan& plan) {
   return crosses(plan) ? plan.dst.partial_dims() : plan.dst.partial_dims() - plan.src.partial_dims();
 }
@@ -203,8 +203,8 @@ int64_t check_result(const Plan& plan, const Expectation& expectation, Rank rank
   return static_cast<int64_t>(elements.size());
 }
 
-// Estimates the bytes of a rank's program and of its messages in flight. A message has numbers for every member of its
-// group.
+// Estimates the bytes of a rank's program and of its messages in flight. A message stores two integers for each member
+// of its group.
 double program_bytes(const Program& program) {
   constexpr double kBoxBytes = 200;  // a box with its three lists
   constexpr double kMemberBytes = 40;
@@ -261,8 +261,8 @@ int64_t simulation_bytes(const Plan& plan, int64_t peak_bytes) {
   const auto ranks = static_cast<double>(all.size());
   const auto item = static_cast<double>(plan.src.dtype().size_bytes());
   const auto elements = [&](const Layout& layout) { return static_cast<double>(layout.largest_part_bytes()) / item; };
-  // The number of elements, as doubles, that a rank holds at once: its input, its buffers, its contributions to
-  // collectives, which are kept to the end, and the indices with which results are checked.
+  // The number of doubles that a rank holds at once: its input, its buffers, its contributions to collectives, which
+  // are kept to the end, and the indices with which results are checked.
   double values = elements(plan.src) + static_cast<double>(peak_bytes) / item + 2 * elements(plan.dst);
   for (const Step& step : plan.steps) values += is_local(step.op) ? 0 : elements(step.before);
   const auto of_program = [&](Rank rank) { return program_bytes(compile(plan, rank)); };
