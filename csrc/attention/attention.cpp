@@ -33,8 +33,8 @@ void check_parts(const std::vector<IntervalList>& parts, const Mesh& mesh, const
   int64_t next = 0;
   for (const Interval& run : sorted_by_begin(all)) {
     check_user(run.begin == next && run.end > run.begin, argument,
-               " must have each token of the sequence on one rank, got the tokens [", run.begin, ", ", run.end,
-               ") after those up to ", next);
+               " must have each token of the sequence on exactly one rank, got the tokens [", run.begin, ", ", run.end,
+               ") where the next token is ", next);
     next = run.end;
   }
   check_user(next == total, argument, " must have all ", total, " tokens of the sequence, got ", next);
@@ -46,7 +46,7 @@ void check_whole_keys(const Attention& attention) {
   for (const IntervalList& part : attention.key_parts) {
     const bool is_all = part.size() == 1 && part[0].begin == 0 && part[0].end == total;
     check_user(is_all || (part.empty() && total == 0), "kv_layout must have all ", total,
-               " keys, in order, on every rank, got a rank with others");
+               " keys in ascending order on every rank, got other keys on a rank");
   }
   check_user(!exchanges_heads(attention.method),
              "method must be 'auto', 'ring', 'gather' or 'serial' where every rank holds all keys, got '",

@@ -58,6 +58,7 @@ class Backward {
     take(last);
   }
 
+  // Attends to the keys received in group g, and starts the transfer that returns their gradients to the owners.
   Returning return_gradients(const KeyExchange& exchange, size_t g) {
     ProgramBuilder& builder = writer_.builder;
     Returning returning;

@@ -83,8 +83,8 @@ class GradientSums {
 // Allocates a buffer for the sums that rank `by` computes for the owner's keys, of `heads` heads.
 ReturnedSums returned_sums(AttentionWriter& writer, int64_t owner, int64_t by, int64_t heads);
 
-// Returns the pairs (queries, keys) of blocks that overlap, in the order in which their products are computed: by block
-// of queries; for sums by token along a Z-order curve, on which few sums of either side wait to be merged.
+// Returns the pairs (queries, keys) of blocks that overlap, in the order in which their products are computed: for sums
+// by rank, by block of queries; for sums by token, along a Z-order curve, so that few sums wait to be merged.
 std::vector<std::pair<int, int>> pairs_in_order(const AttentionWriter& writer, const std::vector<int>& queries,
                                                 const std::vector<int>& keys);
 

@@ -21,7 +21,7 @@ class PartialResults {
   // result of the queries is now complete.
   bool attend(int queries, const Heads& q, int keys, const Heads& k, const Heads& v,
               const std::optional<PairMask>& mask = std::nullopt);
-  // Makes the result of queries that see nothing zeros.
+  // Emits the result of a block of queries that see no keys: zeros, and an lse of minus infinity.
   void see_nothing(int queries, const Heads& q);
 
   // Writes the complete result of a block of queries to `out` and `lse`, from this row and head on, and forgets it.

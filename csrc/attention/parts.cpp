@@ -81,7 +81,7 @@ HeadsTensor AttentionWriter::new_input(int64_t heads, int64_t rows, int64_t dept
 std::optional<PairMask> AttentionWriter::new_mask_input() {
   if (!attention.mask_tensor) return std::nullopt;
   const MaskTensor& m = *attention.mask_tensor;
-  check_user(m.rows == 1 || m.rows == rows(), "mask must have 1 or ", rows(), " rows, one for each of q on rank ",
+  check_user(m.rows == 1 || m.rows == rows(), "mask must have 1 row, or the ", rows(), " rows of q on rank ",
              builder.rank(), ", got ", m.rows);
   const auto stride = [](int64_t size, int64_t all) { return size == 1 ? 0 : all; };
   return PairMask{builder.new_input(m.shape(), m.dtype),

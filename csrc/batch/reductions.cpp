@@ -41,7 +41,7 @@ std::vector<Layout> candidates(const Layout& src, const Layout* dst) {
 
 using ItemsOfSource = std::vector<const BatchItem*>;
 
-// Returns the candidate that leaves the fewest elements to receive, and among equal ones the smallest largest part.
+// Returns the candidate that leaves the fewest elements to receive. Ties are broken by the smaller largest part.
 Layout best_reduced(const Batch& batch, const Layout& src, const ItemsOfSource& items) {
   const Layout* dst = items.empty() ? nullptr : &batch.destinations[items.front()->destination];
   std::optional<Layout> best;

@@ -2,9 +2,8 @@
 //
 // Sending k contributions directly to n replicas of a destination takes k * n transfers per element. Reducing first
 // takes k + n - 1, which is the lower bound. So each such source is reduced by a plan of its own, in a fixed order, to
-// a layout in which the mesh dims of the contributions cut a tensor dim instead. The layout that leaves the fewest
-// elements to receive, over all ranks of the batch, is chosen, and among equal ones the one whose largest part is
-// smallest.
+// a layout in which the mesh dims of the contributions cut a tensor dim instead. The chosen layout leaves the fewest
+// elements to receive, over all ranks of the batch. Ties are broken by the smaller largest part.
 //
 //   [P(sum)] to [S(1)] on the same mesh: reduced to [S(1)], and nothing is left to send
 //   [P(sum)] of (2, 64) on 4 ranks to [R] elsewhere: reduced to [S(1)], since [S(0)] leaves two ranks without a part

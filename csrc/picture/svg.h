@@ -38,8 +38,8 @@ struct TextStyle {
   bool bold = false;
 };
 
-// Returns an estimate of the width of text that common sans-serif fonts do not exceed by much. The font depends on the
-// viewer, and pieces of text must not run into each other.
+// Returns an estimate of the width of text. Common sans-serif fonts do not exceed it by much, so pieces of text do not
+// run into each other, whatever font the viewer has.
 double text_width(const std::string& text, const TextStyle& style = {});
 // Returns the width of the widest line.
 double widest(const std::vector<std::string>& lines, const TextStyle& style = {});

@@ -62,7 +62,7 @@ std::string in_short(const Plan& plan, const TrafficTotals& traffic) {
                 ", predicted ", microseconds_text(predicted_picoseconds(plan)));
 }
 
-// Returns true if the plans send the same data in the same steps, whatever objective and topology they were made for.
+// Returns true if both plans send the same data in the same steps. Ignores their objectives and topologies.
 bool move_alike(const Plan& a, const Plan& b) {
   return a.lowering == b.lowering && a.segments == b.segments &&
          std::equal(a.steps.begin(), a.steps.end(), b.steps.begin(), b.steps.end(), [](const Step& x, const Step& y) {
@@ -71,14 +71,14 @@ bool move_alike(const Plan& a, const Plan& b) {
          });
 }
 
-// The plan with the fewest bytes between the layouts of another plan.
+// A plan whose worst rank receives the fewest bytes, and its traffic.
 struct Leanest {
   Plan plan;
   TrafficTotals traffic;
 };
 
-// Returns the plan whose worst rank receives the fewest bytes. `traffic_of_plan` and `bound` are those of `plan`. If a
-// single move meets the bound, it is that plan, and no search is needed.
+// Returns the plan, between the layouts of `plan`, whose worst rank receives the fewest bytes. First tries a single
+// move, which needs no search if it meets `bound`. `traffic_of_plan` and `bound` belong to `plan`.
 Leanest leanest_plan(const Plan& plan, const TrafficTotals& traffic_of_plan, const Bound& bound) {
   const auto traffic_of = [&](const Plan& other) { return move_alike(other, plan) ? traffic_of_plan : totals(other); };
   PlanOptions options{plan.lowering, Objective::kBytes, false, plan.topology};
@@ -97,8 +97,8 @@ Leanest leanest_plan(const Plan& plan, const TrafficTotals& traffic_of_plan, con
   return {std::move(leanest), traffic};
 }
 
-// Returns a sentence on why the worst rank receives more than the bound: the plan with the fewest bytes has other
-// costs, or receives no less.
+// Returns a sentence that explains why the worst rank receives more than the bound. It names the costs of the plan with
+// the fewest bytes, or states that no known plan receives less.
 std::string about_bytes(const Plan& plan, const Certificate& certificate) {
   const auto [leanest, leanest_traffic] = leanest_plan(plan, certificate.traffic, certificate.received);
   const TrafficTotals& traffic = certificate.traffic;
@@ -111,8 +111,7 @@ std::string about_bytes(const Plan& plan, const Certificate& certificate) {
                 bytes_text(leanest_traffic.received_bytes_max), ") takes ", in_short(leanest, leanest_traffic));
 }
 
-// Returns a sentence about the bytes that the busiest rank sends, and their lower bounds: without forwarding, and with
-// it.
+// Returns a sentence about the bytes that the busiest rank sends and their lower bounds, with and without forwarding.
 std::string about_senders(const Certificate& certificate) {
   const ExchangeBound& bound = *certificate.crossing;
   return concat("the busiest rank sends ", bytes_text(certificate.traffic.sent_bytes_max),
@@ -145,8 +144,8 @@ Certificate certify(const Plan& plan, const TrafficTotals& traffic, const Bound&
   }
   certificate.least_steps = must_travel > 0 ? 1 : 0;
   if (must_travel > 0) {
-    // On one mesh, with every message a rank at most doubles the number of ranks whose data it has, because all ranks
-    // of a step receive at the same time. Between meshes some ranks may receive first and others later, so a chain of
+    // On one mesh, each message at most doubles the number of ranks whose data the receiver has, because all ranks of
+    // a step receive at the same time. Between meshes some ranks may receive first and others later, so a chain of
     // ranks needs only one message each.
     const auto needed = static_cast<uint64_t>(sources(plan.src, plan.dst));
     certificate.least_messages = crosses(plan) ? 1 : std::max<int64_t>(std::bit_width(needed - 1), 1);

@@ -77,7 +77,7 @@ PinsPtr Pins::with(CertifiedPlanPtr plan) const {
 
 PinsPtr Pins::without(const Plan& plan) const {
   const auto found = plans_.find({plan.src, plan.dst, plan.lowering});
-  check_argument(found != plans_.end(), "plan", "one for whose layouts and lowering a plan is pinned", plan.src, " -> ",
+  check_argument(found != plans_.end(), "plan", "one with the layouts and lowering of a pinned plan", plan.src, " -> ",
                  plan.dst, " over ", plan.lowering.name);
   auto changed = std::make_shared<Pins>(*this);
   changed->hash_ ^= std::hash<std::string>()(found->second.bytes) ^ std::hash<std::string>()("");

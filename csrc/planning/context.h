@@ -1,9 +1,8 @@
 // The planning context: everything that a plan depends on besides its two layouts. A *pinned* plan is prescribed by the
 // user for two layouts and a lowering.
 //
-// Every function that plans takes a context, and none of them reads a table, a pin or an environment variable itself.
-// So a plan cached under its layouts and context is the plan that planning again would produce, on every rank, at any
-// time.
+// Every planning function takes a context. None reads a table, a pin or an environment variable itself. So the same
+// layouts and context give the same plan on every rank at any time, and plans can be cached.
 #pragma once
 
 #include <cstddef>
@@ -117,8 +116,8 @@ struct PlanningTables {
   std::vector<std::pair<std::string, std::string>> summary() const;
 };
 
-// Returns the topology for a plan, the first of these that is set: `requested`, that of the source mesh, that of the
-// destination mesh, the measured topology of the lowering, that of the environment, the default of the lowering.
+// Returns the topology for a plan: `requested`, or else the topology of the source mesh, of the destination mesh, the
+// measured topology of the lowering, the topology of the environment, or the default topology of the lowering.
 Topology topology_between(const Layout& src, const Layout& dst, const Lowering& lowering,
                           const std::optional<Topology>& requested, const PlanningTables& tables);
 

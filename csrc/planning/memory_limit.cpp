@@ -141,8 +141,8 @@ Plan make_plan_within(const Layout& src, const Layout& dst, const PlanOptions& o
   const bool has_limit = memory_limit.has_value();
   if (peak_at_most(fastest) <= limit || largest(peaks_by_step(fastest, has_limit)) <= limit) return fastest;
 
-  // The candidates are the plan of the given objective, the plan with the fewest bytes, which is usually one move, and
-  // both restricted to smaller intermediate layouts.
+  // The candidates are the plan for the given objective, the plan with the fewest bytes (usually one move), and for
+  // each of these, two plans with smaller intermediate layouts.
   std::vector<Plan> candidates;
   const int64_t item = src.dtype().size_bytes();
   const int64_t larger = std::max(src.largest_part_bytes(), dst.largest_part_bytes()) / item;

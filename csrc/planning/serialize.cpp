@@ -198,8 +198,8 @@ Layout read_layout(Reader& in, const MeshPtr& mesh) {
   return read_placements(in, mesh, shape, DType::parse(in.text()));
 }
 
-// Writes the source mesh first, then the number of crossings. If there are any, the meshes of relays, the destination
-// mesh, and the mesh that the last crossing leads to, if it is another one, follow.
+// Writes the source mesh first, then the number of crossings. If there are any, writes the meshes of relays, the
+// destination mesh, and, if it differs from that, the mesh to which the last crossing leads.
 void write(Writer& out, const Plan& plan) {
   write(out, plan.src.mesh());
   const std::vector<MeshPtr> relays = meshes_of_relays(plan);

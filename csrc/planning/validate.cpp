@@ -30,8 +30,8 @@ bool same_pending_reductions(const Layout& a, const Layout& b) {
   return std::all_of(both.begin(), both.end(), [&](int d) { return a.placements()[d] == b.placements()[d]; });
 }
 
-// Returns the mesh dims that become partial and for which ranks must contribute other values than the replicated one:
-// all except P(avg), P(min) and P(max).
+// Returns the mesh dims that become partial and whose contributions differ from the replicated value: all except
+// P(avg), P(min) and P(max).
 MeshDimSet dims_to_scale(const Layout& before, const Layout& after) {
   MeshDimSet dims;
   for (const int d : (after.partial_dims() - before.partial_dims()).to_vector()) {
@@ -110,9 +110,9 @@ bool is_named_by_collective(const Step& step) {
 constexpr int64_t kMaxPairs = int64_t{1} << 22;
 
 // Returns true if the ranks of each group over `mesh_dims` together hold all elements in `before` that they need in
-// `after`. Both layouts must be partitions of one shape. Then different mesh dims cut different tensor dims, so it
-// is enough to check each tensor dim alone, and parts that differ in the mesh dims that cut it are disjoint. Returns
-// false for more than kMaxPairs pairs of ranks.
+// `after`. Both layouts must be partitions of one shape. Then each mesh dim cuts at most one tensor dim, so each tensor
+// dim can be checked alone: its parts at different coordinates on the mesh dims that cut it are disjoint. Returns false
+// for more than kMaxPairs pairs of ranks.
 bool hold_together_what_they_need(const Layout& before, const Layout& after, MeshDimSet mesh_dims) {
   const Mesh& mesh = before.mesh();
   for (int t = 0; t < before.ndim(); ++t) {
@@ -135,8 +135,8 @@ bool hold_together_what_they_need(const Layout& before, const Layout& after, Mes
   return true;
 }
 
-// Checks a slice or an exchange by the parts that ranks hold. Equal parts may have several placements; for some of
-// them, moves_as_named() requires more mesh dims than the move spans.
+// Checks a slice or an exchange by the parts that ranks hold. Several placements may describe the same parts; for some
+// of these placements, moves_as_named() requires more mesh dims than the move spans.
 bool moves_parts(const Step& step) {
   const bool is_local = step.op == StepOp::kSlice;
   const bool pends =
@@ -147,7 +147,7 @@ bool moves_parts(const Step& step) {
   return is_named_by_collective(step);
 }
 
-// Returns true if move_between() the layouts finds this step, or an exchange over some of its mesh dims.
+// Returns true if move_between() of the layouts is this step, or is an exchange over a subset of its mesh dims.
 bool moves_as_named(const Step& step) {
   const std::optional<Step> found = move_between(step.before, step.after);
   if (!found || !same_pending_reductions(step.before, step.after)) return false;
@@ -257,9 +257,10 @@ void check_segments(const Plan& plan) {
   const int64_t last_dim = count == 1 ? 0 : plan.src.ndim() - 1;
   check_user(tensor_dim >= 0 && tensor_dim <= last_dim, "plan: tensor dim of ", count, " segments must be ",
              InRange{0, last_dim}, ", got ", tensor_dim);
-  check_user(may_go_in(plan, plan.segments), "plan: segments must divide the lengths of all ranges of shards, or be ",
-             "at most ", kMaxNonUniformSegments, " on at most ", kMaxRanksInNonUniformSegments, " ranks, got ", count,
-             " segments of tensor dim ", tensor_dim, ". Each step of the plan must have at most one collective");
+  check_user(may_go_in(plan, plan.segments),
+             "plan: segments must divide the length of each range of each shard, or be ", "at most ",
+             kMaxNonUniformSegments, " on at most ", kMaxRanksInNonUniformSegments, " ranks, got ", count,
+             " segments of tensor dim ", tensor_dim, ". Each step must communicate at most once");
 }
 
 }  // namespace
@@ -272,14 +273,14 @@ void check_steps(const Plan& plan) {
     const Step& step = plan.steps[i];
     check_user(step.before.mesh() == at->mesh(), "plan: step ", i + 1, " must begin on the mesh of the tensor (",
                at->mesh(), "), got (", step.before.mesh(), ")");
-    check_user(partitions(*at, step.before, {}), "plan: step ", i + 1, " must begin with the placements ",
-               PlacementsOf{*at}, " that the tensor has, got ", PlacementsOf{step.before});
+    check_user(partitions(*at, step.before, {}), "plan: step ", i + 1, " must begin with the tensor's placements (",
+               PlacementsOf{*at}, "), got ", PlacementsOf{step.before});
     check_user(is_valid_move(step, plan.lowering), "plan: step ", i + 1, " must be a valid ", NameOf{step}, ", got ",
                PlacementsOf{step.before}, " -> ", PlacementsOf{step.after});
     const MeshDimSet reduced = step.before.partial_dims() - step.after.partial_dims();
     const bool is_kept = !crosses(plan) && !(reduced & plan.dst.partial_dims()).empty();
-    check_user(!is_kept, "plan: step ", i + 1, " must keep the reductions that the destination ",
-               PlacementsOf{plan.dst}, " has pending, got ", PlacementsOf{step.after});
+    check_user(!is_kept, "plan: step ", i + 1, " must keep the pending reductions of the destination (",
+               PlacementsOf{plan.dst}, "), got ", PlacementsOf{step.after});
     at = &step.after;
   }
   std::optional<Layout> rejoined;

@@ -9,8 +9,8 @@ namespace shardwright {
 // Upper limit on steps: more than any two layouts need.
 constexpr size_t kMaxSteps = 30;
 
-// Throws a UserError that names the first invalid step: it does not begin where the step before it ends, no single move
-// of its kind carries it out, or it reduces what is still pending in the destination.
+// Throws a UserError that names the first invalid step: it begins with another layout than the previous step ends with,
+// is not a valid move of its kind, or carries out a reduction that is pending in the destination.
 void check_steps(const Plan& plan);
 
 // Returns true if a step ends on another mesh than it begins on.

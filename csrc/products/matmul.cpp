@@ -76,7 +76,7 @@ void check_scales(const GatherMatmul& matmul) {
     free_dims = dims;
   }
   check_user(scaling.by_row == scaling.plan.has_value(), "scales must have a plan if they are by row, else none, got ",
-             scaling.by_row ? "none by row" : "one by tensor");
+             scaling.by_row ? "no plan for scales by row" : "a plan for scales by tensor");
   if (!scaling.by_row) return;
   const auto check_side = [&](const Layout& scales, const Layout& operand) {
     bool fits = scales.dtype() == DType::kFloat32 && scales.mesh() == operand.mesh() &&

@@ -25,8 +25,8 @@
 //
 // At most `depth` transfers are under way during a product. A gather starts transfers that many chunks ahead, into
 // slots of one buffer that each hold a chunk from its receipt until it is multiplied: depth + 1 chunks exist at a time,
-// unless the gathered operand is kept. A scatter waits for the transfer that it started `depth` chunks before, and
-// holds as many blocks that wait to be sent. Sums over an axis that is cut into chunks are accumulated in float32 if
+// unless the gathered operand is kept. A scatter waits for the transfer that it started `depth` chunks before, so up to
+// `depth` blocks wait to be sent. Sums over an axis that is cut into chunks are accumulated in float32 if
 // the dtype has 16 bits.
 //
 // A schedule is part of the spec: all ranks must use the same one (timeline.h).
@@ -58,7 +58,7 @@ struct Schedule {
   // For a ring given by hand: the distances of each chunk, in the order in which chunks are sent. Each distance from 1
   // to the number of partners less one appears once. If empty, there are `chunks` chunks, nearest first.
   std::vector<std::vector<int64_t>> distances = {};
-  // The maximum number of transfers under way during a product; 1 for serial. The number of chunks, or more, means all.
+  // The maximum number of transfers under way in a product; 1 for serial. From the number of chunks on, it means all.
   int64_t depth = 1;
   // Multiprocessors that products leave to transfers under way (Program::sms_left); 0 for serial.
   int64_t sms_left = 0;
@@ -126,7 +126,7 @@ constexpr int64_t kUnitOfFlaggedRows = 8;
 // the program runs.
 std::optional<std::string> why_no_flags(const Matmul& matmul, int64_t shares);
 
-// True if the chunked step can be sent as messages, as any step but an all-reduce can.
+// True if the chunked step can be sent as messages: it can be any step but an all-reduce.
 bool has_ring(const Matmul& matmul);
 
 // Returns a schedule without its method as a string: the number of chunks, "4", or the distances given by hand,
@@ -135,8 +135,8 @@ bool has_ring(const Matmul& matmul);
 std::string chunks_text(const Schedule& schedule);
 
 // Returns the sizes and cuts, by axis, of the tensor that the plan moves and of the operands that do not move: "0=6
-// 1=5(0) float32; ...", where mesh dim 0 cuts axis 1. Ranks may store a weight's dims in different orders; their
-// strings are equal all the same, and so are their plans that have steps.
+// 1=5(0) float32; ...", where mesh dim 0 cuts axis 1. Ranks may store a weight's dims in different orders. Their
+// strings are still equal, and so are all of their plans that have steps.
 std::string operands_text(const Matmul& matmul);
 
 // Throws UserError if tensors and scales do not match, if products of their dtypes are not supported, or if the method

@@ -304,7 +304,7 @@ class ProblemMaker {
     return given_.columns[j];
   }
 
-  // Returns the global length of a dim of which this rank holds `here`.
+  // Returns the global length of a dim. `here` is the length of this rank's part.
   int64_t total(const std::optional<int64_t>& value, int64_t here, const char* argument,
                 const std::string& what) const {
     const int64_t ranks = given_.num_ranks;
@@ -315,8 +315,8 @@ class ProblemMaker {
     const int64_t chunk = all < 0 ? 0 : all / ranks + (all % ranks > 0 ? 1 : 0);
     const int64_t expected = std::clamp<int64_t>(all - given_.rank * chunk, 0, chunk);
     check_user(all >= 0 && (expected == here || !given_.checks_parts), argument,
-               " must be a total with a torch.chunk of length ", here, " on rank ", given_.rank, " of ", ranks,
-               ", got ", all, " with length ", expected);
+               " must be a total of which torch.chunk gives ", here, " to rank ", given_.rank, " of ", ranks, ", got ",
+               all, ", which gives ", expected);
     return all;
   }
 

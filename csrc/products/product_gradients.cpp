@@ -100,8 +100,8 @@ class ProductPlan::Backward {
     return !why_only_serial(gather);
   }
 
-  // One gather serves both products if the operand is in place. If it is not, it serves the operand's gradient, and the
-  // gathered gradient is kept for the weight's.
+  // One gather serves both products if the operand is in place. Otherwise the gather serves the operand's gradient, and
+  // the gathered gradient is kept for the weight's gradient.
   void gather_gradient() {
     const bool serves_weight = request_.weights[0] && operand_stays_;
     const bool keeps = request_.weights[0] && !operand_stays_;

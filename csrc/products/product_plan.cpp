@@ -171,6 +171,7 @@ class ProductPlan::Forward {
     }
   }
 
+  // Appends the product. Its inputs begin with the operand that moves in chunks. Returns the outputs.
   std::vector<int> multiply() {
     const Lead lead = plan_.lead_;
     std::vector<int> inputs{operand_};

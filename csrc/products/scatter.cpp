@@ -230,8 +230,8 @@ class ScatterCompiler {
     }
   }
 
-  // Reduces once, when all contributions were received. The order of receipt differs between ranks (nearest first), so
-  // immediate sums would give different bits on replicas, and by ring other bits than by collective.
+  // Reduces once, when all contributions were received. The order of receipt (nearest first) differs between ranks, so
+  // sums in that order would have different bits on different replicas, and other bits in a ring than in a collective.
   void reduce_contributions() {
     const Mesh& mesh = plan_.src.mesh();
     for (int64_t s = 0; s < shares_; ++s) {

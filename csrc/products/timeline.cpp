@@ -18,8 +18,8 @@ constexpr int64_t kUsualChunks = 8;  // numbers of chunks up to this one are alw
 // The backward of attention has five products of matrices where the forward has two.
 constexpr double kBackwardProducts = 2.5;
 
-// Returns, for each instruction, the last instruction before it that computes or waits, or -1. A host that reaches the
-// instruction has finished that one.
+// Returns, for each instruction, the last earlier instruction that computes or waits, or -1. A host finishes that
+// instruction before it reaches the later one.
 std::vector<int> order_of_hosts(const Program& program) {
   std::vector<int> order;
   int last = -1;
@@ -53,7 +53,7 @@ class Clock {
     }
   }
 
-  // Places instructions in the order in which they begin, so that concurrent instructions are already placed.
+  // Places instructions by ascending start. So instructions that are still running at a start are already placed.
   Timeline run() {
     size_t step = 0;
     size_t transfer = 0;

@@ -12,8 +12,8 @@
 // (program/order.h). But transfers are kernels too, and need the model's transfer_processors for full speed:
 //
 //   - If a product is running that leaves no processors, a transfer that becomes ready begins when the product ends. So
-//     does a transfer that an instruction of compute releases in the moment in which the product begins: the product
-//     gets there first. A transfer that is already running slows the product by the model's contention for as long as
+//     does a transfer that an instruction of compute releases at the moment when the product begins: the product
+//     starts first. A transfer that is already running slows the product by the model's contention for as long as
 //     both run.
 //   - Products started while transfers are under way leave Program::sms_left processors free: they have that many
 //     fewer, and are not slowed otherwise. A transfer that becomes ready meanwhile begins with the next wave of tiles.

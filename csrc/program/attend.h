@@ -23,7 +23,7 @@ struct Heads {
   int64_t row_stride = 0;
 };
 
-// One number for each row; that of (batch, head, row) is at offset + batch * batch_stride + head * head_stride + row.
+// One number per row; the number of (batch, head, row) is at offset + batch * batch_stride + head * head_stride + row.
 struct HeadRows {
   BufferId buffer = kMissingBuffer;
   int64_t offset = 0;

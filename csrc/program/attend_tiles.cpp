@@ -69,8 +69,8 @@ int64_t bias_bytes(const Product& o, const AttendItems& items) {
   return most;
 }
 
-// Returns the elements of operands padded to equal depths: of v and `num_results` tensors shaped like the result if
-// values are shallower than keys, or of q and k if they are deeper.
+// Returns the number of elements of the operands that are padded to equal depths: v and `num_results` tensors shaped
+// like the result if values are shallower than keys, or q and k if values are deeper.
 int64_t padded_elements(const AttendSizes& s, int64_t num_results) {
   const int64_t of_queries = s.batch * s.heads * s.rows * std::max(s.depth, s.value_depth);
   const int64_t of_keys = s.batch * s.kv_heads * s.columns * std::max(s.depth, s.value_depth);

@@ -100,8 +100,8 @@ struct Reduction {
 // Returns the reduction that a step carries out.
 Reduction reduction_of(const Step& step);
 
-// Reorders ranges, one for each member of a group by ascending rank, to ascending positions. So replicas add in the
-// same order on meshes with shuffled ranks, too.
+// Takes one range for each member of a group, by ascending rank, and returns the ranges by ascending position. So
+// replicas add in the same order, even on meshes with shuffled ranks.
 std::vector<BufferRange> by_position(const Mesh& mesh, const std::vector<Rank>& group,
                                      const std::vector<BufferRange>& by_index);
 
@@ -140,7 +140,7 @@ std::string step_text(const Plan& plan, size_t index);
 BufferId compile_steps(ProgramBuilder& builder, const Plan& plan, size_t begin, size_t end, BufferId current,
                        const std::string& of_what = "");
 
-// Emit a step of one kind, as compile_step does; compile_exchange all steps that move data without reducing it.
+// Emit a step of one kind, as compile_step does. compile_exchange emits steps that move data without reducing it.
 void compile_reduce_scatter(ProgramBuilder& builder, const Step& step, BufferId current, BufferId next);
 void compile_all_reduce(ProgramBuilder& builder, const Step& step, BufferId current, BufferId next);
 void compile_exchange(ProgramBuilder& builder, const Step& step, BufferId current, BufferId next);

@@ -1,7 +1,6 @@
 // Tables of boxes in device memory, for copies with more boxes than fit into a kernel's arguments. A box is divided
-// into words, which are copied one by one (strided_copy.h). A table is packed,
-// uploaded once and stored with the copy, and captured graphs may read it. This file depends on no device; operations
-// are passed in.
+// into words, which are copied one by one (strided_copy.h). A table is packed, uploaded once and stored with the copy.
+// Captured graphs may read it. This file depends on no device; operations are passed in.
 //
 //   first use                    uploads on the current stream; the host does not wait
 //   later, upload in flight      the current stream waits for the upload

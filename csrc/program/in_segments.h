@@ -21,8 +21,8 @@ namespace shardwright {
 // A step communicates at most once, so on all ranks the transfers of a group are in the same order.
 Program compile_in_segments(const Plan& plan, Rank rank);
 
-// Calls `visit(segment, stage)` in the order of the program, even for stages in which a segment does nothing. A stage
-// is counted from the segment's first. In the last one, number `num_steps`, the result is copied.
+// Calls `visit(segment, stage)` in the order of the program, even for stages in which a segment does nothing. Stages
+// are counted from the segment's first stage. In the last stage, number `num_steps`, the result is copied.
 template <typename Visit>
 void for_each_stage(int64_t num_segments, int64_t num_steps, Visit visit) {
   for (int64_t stage = 0; stage < num_segments + num_steps; ++stage) {

@@ -107,8 +107,8 @@ std::vector<int64_t> ProgramMemory::peaks_in_segments(Rank rank) {
   return peaks_in_slots(sketched, count, num_steps, num_needed);
 }
 
-// A step's peak depends on the next step only if the step has several rounds. Then the result may not exist yet in any
-// instruction that follows its last use.
+// A step's peak depends on the next step only if the step has several rounds. Then the result may be released before
+// the last round, if the next step does not use it.
 int64_t ProgramMemory::peak_of_step(size_t step, Rank rank) {
   Sketch& sketch = *sketch_;
   sketch.clear();

@@ -19,8 +19,8 @@ namespace {
 // (exchange/mesh_exchange.h).
 constexpr int64_t kMaxGroupListed = 512;
 
-// The memory of a move on one mesh. An exchange is *regular* if all of its messages have one size and counts are closed
-// forms.
+// The memory of a move on one mesh. An exchange is *regular* if all of its messages have one size and its counts have
+// closed forms.
 class MoveMemory : public StepMemory {
  public:
   MoveMemory(const Step& step, const Plan& plan)
@@ -42,7 +42,7 @@ class MoveMemory : public StepMemory {
     const bool some_connect =
         lowering_.narrows_groups && !named_groups_only_ && !is_gather && !exchange_.is_regular_and_full();
     if (moves && some_connect && lists_members) classes.split_all(step_.mesh_dims);
-    // Without ascending ranks, each group may have its ranks in another order.
+    // On a mesh whose ranks do not ascend, groups may differ in the order of their ranks.
     if (!is_local(step_.op) && !ranks_ascend(step_.before.mesh())) classes.split_all(MeshDimSet::from_bits(~0u));
   }
 
@@ -252,8 +252,8 @@ class MoveMemory : public StepMemory {
     std::vector<bool> is_even;          // by round: all members receive equally many elements
   };
 
-  // Returns the run of all parts, without their total, if parts are equal, else nullopt. The index of a part is then
-  // linear in the coordinates of its rank, so a few members determine whether all parts are consecutive.
+  // Returns the run of all parts, without its total, if all parts have one length, else nullopt. The index of a part is
+  // then linear in the coordinates of its rank, so a few members determine whether all parts are consecutive.
   std::optional<RunOfMessages> run_of_equal_parts(int64_t position) {
     const Mesh& mesh = step_.before.mesh();
     if (step_.rounds > 1 || !exchange_.is_regular() || !mesh.ranks_are_positions()) return std::nullopt;
@@ -273,7 +273,7 @@ class MoveMemory : public StepMemory {
     return run;
   }
 
-  // Adds the members' parts in order, until no round's parts are one run. The caller sets the totals.
+  // Adds the members' parts in order. Stops once the parts of no round form one run. The caller sets the totals.
   void add_parts_in_order(std::vector<RunOfMessages>& rounds, int64_t position) {
     for (const int64_t member : exchange_.group(position).positions) {
       const Transfer part = exchange_.share(position, member);

@@ -23,7 +23,7 @@ class Accesses {
     add(access);
   }
 
-  // Adds one range that spans all `others`, which count elements of `counted_bytes`, in a buffer of elements of
+  // Adds one range that spans all `others`. Converts it from elements of `counted_bytes` to the buffer's elements of
   // `item_bytes`.
   void add_together(const Accesses& others, int64_t counted_bytes, int64_t item_bytes) {
     if (others.all_.empty()) return;

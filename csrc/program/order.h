@@ -3,8 +3,7 @@
 //
 // On such a device the instructions of a program go to two streams, each in the order of the program: compute and Waits
 // to one, transfers to the other. A Wait makes compute wait for its transfer. In the other direction, a transfer need
-// not wait for all compute submitted before it, only for compute that uses its memory. `order_of_transfers` computes
-// that.
+// not wait for all compute submitted before it, only for compute that uses its memory.
 #pragma once
 
 #include <cstdint>
@@ -33,7 +32,7 @@ std::vector<Access> accesses_of(const Program& program, const Operation& operati
 //
 //   - compute that writes elements which the transfer reads or writes, or reads elements which it writes; other parts
 //     of the same buffer do not matter;
-//   - a Wait whose own transfer does that;
+//   - a Wait whose transfer accesses elements in such a way;
 //   - everything before it, if the life of a buffer begins with the transfer (Program::lifetimes): the allocator may
 //     give the buffer memory that the host has freed but that earlier work, which has not run yet, still uses.
 //

@@ -39,9 +39,9 @@ DataMove data_move_of(const Step& step, const MeshExchange& exchange, MeshExchan
 // Returns the collective or messages for a crossing; the two meshes together have `num_ranks` ranks.
 TransferMethod transfer_method_between_meshes(size_t num_ranks, Lowering lowering);
 
-// Returns true if an all-to-all should include the rank's own part, which has `own` elements: if that packs and unpacks
-// fewer elements than leaving it out and copying it. The first two arguments are the elements to pack and unpack in
-// either case.
+// Returns true if an all-to-all should include the rank's own part of `own` elements, because copying the part
+// separately would copy more elements. `packed_with_it` and `packed_without` are the numbers of elements to pack and
+// unpack with and without the own part.
 inline bool sends_own_part(int64_t packed_with_it, int64_t packed_without, int64_t own) {
   return packed_with_it < packed_without + own;
 }

@@ -146,8 +146,8 @@ void exchange(ProgramBuilder& builder, TransferSet set, TransferMethod transfer_
 
 // Starts a reduce-scatter among the members of a group. `contributions` has one part for each member, this rank
 // included, all in one run. The caller must call the returned function once: it waits, and writes the sum of the parts
-// for this rank to `result`, which has the length of each of them. Uses the transport's reduce-scatter if it has one
-// and the parts for all members are `equally_long`, otherwise an all-to-all and a local sum.
+// for this rank to `result`, which is as long as one part. Uses the transport's reduce-scatter if it has one and the
+// parts for all members are `equally_long`, otherwise an all-to-all and a local sum.
 std::function<void()> start_sum(ProgramBuilder& builder, const Step& step, int group, const Messages& contributions,
                                 bool equally_long, BufferRange result);
 

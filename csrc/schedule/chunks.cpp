@@ -149,8 +149,8 @@ class Chunking {
     }
   }
 
-  // Returns the schedule with all possible gathers in chunks, and adds them to `chosen`. If that does not fit into the
-  // budget either, or gathers a weight twice, throws the error of the plan without chunks.
+  // Returns the schedule with all possible gathers in chunks, and adds them to `chosen`. Throws the error of the plan
+  // without chunks if this schedule does not fit into the budget either, or !never_both().
   StepSchedule smallest(std::set<Candidate>& chosen) const {
     for (const Candidate& candidate : possible_) {
       if (!candidate.is_reduction) chosen.insert(candidate);  // a reduction takes as much memory in chunks
@@ -194,7 +194,7 @@ class Chunking {
     return 0;
   }
 
-  // Returns true if no weight is resident both with and without chunks at one use.
+  // Returns true if no weight is resident both with and without chunks at the same use.
   bool never_both(const StepSchedule& s) const {
     for (const WeightBuffer& form : s.buffers) {
       const int weight = s.weights[form.weight].form_of;

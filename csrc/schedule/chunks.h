@@ -43,7 +43,7 @@ constexpr int kMostUsesTried = 8;              // number of gathers and reductio
 struct ChunkingOptions {
   ScheduleOptions schedule;
   bool chooses_prefetch = false;  // as `fastest_schedule` does; schedule.prefetch is not read
-  bool may_add_chunks = false;    // add the bytes of chunks to the budget, which is no limit
+  bool may_add_chunks = false;    // raise the budget by the bytes of chunks
 };
 
 // Plans a step. Weights with forms may be gathered in chunks in forwards and backwards in which they have one use, or
@@ -56,7 +56,7 @@ struct ChunkingOptions {
 //   2. With times: the gathers and reductions that compute waits for are tried in chunks, one after the other, longest
 //      wait first. Each stays in chunks if the predicted step becomes shorter by kLeastChunkingPercent of the wait.
 //
-// No weight is resident both with and without chunks at one use. Throws as `make_schedule` does, and for forms of
+// No weight is resident both with and without chunks at the same use. Throws as `make_schedule` does, and for forms of
 // unknown weights.
 StepSchedule schedule_with_chunks(const std::vector<Weight>& weights, const std::vector<Use>& uses,
                                   const std::vector<ChunkedForm>& forms, const ChunkingOptions& options);

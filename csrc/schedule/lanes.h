@@ -3,14 +3,14 @@
 //
 // A lane does one thing at a time. Transfers run in the order in which they start. A gather can begin when the use
 // before it has ended, a reduction when the gradient is complete. A use begins when its weights are gathered and the
-// reductions that should be done by then are.
+// reductions that must finish before it are done.
 //
 // Chunks are transferred during a use, after transfers that started before it. Chunks of weights run alongside the
 // product that needs them: the full forward, but only the first half of a backward, which computes the gradient of the
 // input. Chunks of a gradient run alongside the second half. The use ends when its chunks are received and the compute
-// that needs them is done, plus the time of one chunk, because the first gather and the last reduction overlap no
-// compute. Of several consecutive uses, the longest has the chunks of a weight. The chunks of a gradient are in the use
-// that computes it.
+// that needs them is done, plus the time of one chunk, because the first chunk of a gather and the last chunk of
+// a reduction overlap no compute. Of several consecutive uses, the longest has the chunks of a weight. The chunks of a
+// gradient are in the use that computes it.
 //
 // A copy to the device starts with its gather, which runs when the copy is done; transfers that start later run after
 // it. A copy to the host starts when compute has waited for the reduction. The step ends when all copies are done.

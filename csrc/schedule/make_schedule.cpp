@@ -191,7 +191,7 @@ class Residency {
     return last;
   }
 
-  // Releases weights that uses i, ..., last do not need until the rest fits, the latest next use first.
+  // Until the rest fits, releases weights that uses i, ..., last do not need, the latest next use first.
   void evict_for(int i, int last) {
     const std::set<int> stays = resident_at(i, last);
     int64_t bytes = bytes_at(i, last);
@@ -368,10 +368,10 @@ StepSchedule make_schedule(std::vector<Weight> weights, std::vector<Use> uses, c
   if (small) return *small;
   const StepSchedule smallest = with_limit(at_once, least);
   throw UserError(concat(
-      "budget_bytes must be at least ", smallest.peak_bytes(), ", got ", *options.budget_bytes, ": ",
-      smallest.arena_bytes, " for gathered weights and ", smallest.peak_gradient_bytes, " for gradients",
-      smallest.peak_activation_bytes > 0 ? concat(", ", smallest.peak_activation_bytes, " for activations") : "",
-      options.retained_bytes > 0 ? concat(", ", options.retained_bytes, " for memory that stays allocated") : ""));
+      "budget_bytes must be at least ", smallest.peak_bytes(), ", got ", *options.budget_bytes, ". The minimum is ",
+      smallest.arena_bytes, " for gathered weights + ", smallest.peak_gradient_bytes, " for gradients",
+      smallest.peak_activation_bytes > 0 ? concat(" + ", smallest.peak_activation_bytes, " for activations") : "",
+      options.retained_bytes > 0 ? concat(" + ", options.retained_bytes, " for memory that stays allocated") : ""));
 }
 
 StepSchedule fastest_schedule(const std::vector<Weight>& weights, const std::vector<Use>& uses,

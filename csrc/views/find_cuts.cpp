@@ -83,7 +83,7 @@ std::optional<Parts> parts_of(IntervalList list, const std::vector<int64_t>& dim
   return parts;
 }
 
-// Returns the local positions in `list` of the indices of `part` that it contains, in the order of `part`.
+// Returns the local positions in `list` of the indices that `list` and `part` share, in the order of `part`.
 IntervalList positions_in(const IntervalList& list, const IntervalList& part) {
   IntervalList positions;
   for (const Piece& piece : intersect(list, part))
@@ -112,8 +112,8 @@ struct OfOneDim {
   std::vector<int64_t> positions;   // one per combination
   std::vector<IntervalList> lists;  // indices held at each position
 
-  // Returns cuts by the mesh dims in this order that make these lists, or nullopt. Each mesh dim must cut all parts of
-  // the cuts before it by the same rule.
+  // Returns cuts that divide the dim into `lists`, one cut for each mesh dim, in this order. Returns nullopt if there
+  // are none. Each mesh dim must cut all parts of the previous cuts by the same rule.
   std::optional<std::vector<Cut>> cuts_in(const std::vector<int>& order) const {
     // A part that the cuts so far make.
     struct Parent {
@@ -194,8 +194,8 @@ class Fit {
   static constexpr int kFree = -1;     // decides only which ranks hold nothing, so it may cut any dim
   static constexpr int kNothing = -2;  // all coordinates hold the same, so it cuts no dim
 
-  // Calls visit(a, b) with the parts of each two combinations that differ only in this mesh dim. Parts are nullopt if
-  // the combination holds nothing.
+  // Calls visit(a, b) for every pair of combinations that differ only in this mesh dim, with their parts. Parts are
+  // nullopt if the combination holds nothing.
   template <typename Visit>
   void for_each_neighbors(int mesh_dim, const Visit& visit) const {
     const int64_t stride = held_.mesh.stride(mesh_dim);

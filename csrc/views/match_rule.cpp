@@ -45,7 +45,7 @@ std::vector<CutRule> strided_cuts(const Division& largest) {
   return rules;
 }
 
-// Returns the rule with the largest blocks of which all interval bounds are multiples.
+// Returns the rule with the largest block length that divides all interval bounds.
 std::vector<CutRule> cuts_in_common_blocks(const std::vector<Division>& divisions) {
   int64_t unit = 0;
   for (const Division& division : divisions) {

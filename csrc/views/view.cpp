@@ -217,8 +217,8 @@ class GroupView {
     return true;
   }
 
-  // Returns the cuts that fix these digits of a dim: chunks, first digit first, if the digits are the leading digits of
-  // the dim without gaps; else strided cuts in mesh order, which DTensor can express.
+  // Returns one cut of a dim for each of these digits of its index: chunks, first digit first, if these are its leading
+  // digits without gaps; otherwise strided cuts in mesh order, which DTensor can express.
   static std::vector<NewCut> cuts_of(int64_t size, std::vector<NewDigit> digits) {
     std::vector<NewCut> cuts;
     int64_t top = size;

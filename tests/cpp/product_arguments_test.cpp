@@ -290,7 +290,7 @@ TEST(ProductArguments, ErrorsNameTheArgument) {
        "size must be the length of dim 0 of x over all 2 ranks for plain tensors, got None"},
       {gather, [](A& a) { a.size = -1; }, "on rank 1 of 2, got -1"},
       {gather, [](A& a) { a.size = 9; },
-       "size must be a total with a torch.chunk of length 3 on rank 1 of 2, got 9 with length 4"},
+       "size must be a total of which torch.chunk gives 3 to rank 1 of 2, got 9, which gives 4"},
       {gather, [](A& a) { a.columns.clear(); }, "columns must be the number of columns over all 2 ranks"},
       {gather, [](A& a) { a.columns = {10, 10}; }, "columns must have one entry for each of 1 weights, got 2"},
       {gather, [](A& a) { a.biases = {plain("biases[0]", {4})}; },

@@ -264,8 +264,9 @@ TEST(Schedule, MatchesTheExampleOfTheHeader) {
     make_schedule(weights, uses, options_of(199));
     FAIL() << "199 bytes are too few";
   } catch (const UserError& error) {
-    EXPECT_STREQ(error.what(),
-                 "budget_bytes must be at least 200, got 199: 100 for gathered weights and 100 for gradients");
+    EXPECT_STREQ(
+        error.what(),
+        "budget_bytes must be at least 200, got 199. The minimum is 100 for gathered weights + 100 for gradients");
   }
 }
 
