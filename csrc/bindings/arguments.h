@@ -76,7 +76,7 @@ inline std::string text(const py::handle& handle, const char* argument, const ch
   return std::string(bytes, static_cast<size_t>(size));
 }
 
-// Accepts any iterable but text, and converts it item by item.
+// Accepts any iterable except text, and converts it item by item.
 template <typename Item>
 std::vector<Item> list(const py::handle& handle, const char* argument,
                        Item (*item)(const py::handle&, const char*, const char*)) {

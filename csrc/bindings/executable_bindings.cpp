@@ -23,7 +23,7 @@ namespace {
 
 namespace py = pybind11;
 
-// The classes that Python sees. They exist because pybind11 has no sender for const objects.
+// The classes that Python sees. They exist because pybind11 has no holder for const objects.
 struct CompiledView {
   std::shared_ptr<const CompiledProgram> compiled;
 };

@@ -111,7 +111,7 @@ void define_gradient_layouts(py::module_& m) {
       "gradient_layout",
       [](const Layout& layout, const std::string& argument) {
         const std::optional<Placement> placement = undifferentiable(layout);
-        check_user(!placement, "placements of ", argument, " must be P(sum), P(avg), S or R with requires_grad, got ",
+        check_user(!placement, "placements of ", argument, " must be P(sum), P(avg), S or R if it requires grad, got ",
                    placement.value_or(Placement()));
         return std::make_shared<Layout>(without_sums(layout));
       },

@@ -365,8 +365,8 @@ GradientRequest request_of(const ProductPlan& plan, const std::vector<std::optio
                            const std::vector<bool>& needs) {
   GradientRequest request = plan.all_gradients();
   const size_t count = request.given.size();
-  check_user(given.size() == count || given.size() == count + 1, "given must be a list of one layout for each of ",
-             count, " results and optionally one for the addend, got ", given.size(), " layouts");
+  check_user(given.size() == count || given.size() == count + 1, "given must be a list of ", count,
+             " layouts, one per result, and optionally one for the addend, got ", given.size(), " layouts");
   check_user(needs.size() == 1 + 2 * count, "needs must be a list of ", 1 + 2 * count,
              " flags, for operand, weights and biases, got ", needs.size());
   for (size_t j = 0; j < count; ++j) {

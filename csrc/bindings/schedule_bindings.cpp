@@ -32,7 +32,7 @@ using FormParts = std::tuple<int, int64_t, int64_t, int64_t, int64_t, int64_t, b
 using UseParts = std::tuple<std::vector<int>, std::string, std::vector<int>, int64_t>;
 
 // Name; bytes kept and gathered; picoseconds of a gather; uses that save it, need it first and need it last; the
-// activation in whose turn it is needed last.
+// activation in whose turn (schedule/schedule.h) it is needed last.
 using ActivationParts = std::tuple<std::string, int64_t, int64_t, int64_t, int, int, int, int>;
 
 std::vector<Activation> activations_of(const std::vector<ActivationParts>& parts) {
@@ -206,8 +206,8 @@ void define_values(py::class_<StepSchedule>& schedule) {
             }
             return all;
           },
-          "By activation: the use in which its gather starts, and the activation at the beginning of whose turn it "
-          "starts (-1: before the use).")
+          "By activation: the use in which its gather starts, and the activation whose turn begins then (-1: the "
+          "gather starts before the use).")
       .def_property_readonly("peak_bytes", &StepSchedule::peak_bytes)
       .def("to_json", [](const StepSchedule& s) { return to_json(s); })
       .def("__str__", [](const StepSchedule& s) { return to_text(s); });

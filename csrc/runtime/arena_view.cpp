@@ -16,7 +16,7 @@ namespace {
 // The deleter of arena views' memory: drops the reference to the arena. Its address also identifies arena views.
 void drop_arena(void* arena) { delete static_cast<c10::Storage*>(arena); }
 
-// Returns the memory of a tensor, which is null after release_memory.
+// Returns a tensor's data pointer; it is null after release_memory.
 const c10::DataPtr& memory_of(const at::Tensor& tensor) {
   return tensor.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks();
 }
@@ -28,8 +28,8 @@ const c10::Storage* arena_of(const at::Tensor& tensor) {
 }
 
 #if !SHARDWRIGHT_TORCH_AT_LEAST(2, 15)
-// Torch 2.11 has no function that ends the error of `release_data_and_set_meta_custom_data_ptr_error_msg_`. An explicit
-// instantiation may name the private flag.
+// Torch 2.11 cannot clear the error that `release_data_and_set_meta_custom_data_ptr_error_msg_` sets. An explicit
+// template instantiation may name the private flag.
 template <auto member>
 struct Private {
   friend void end_access_error(c10::StorageImpl& storage) { storage.*member = false; }
@@ -38,7 +38,7 @@ void end_access_error(c10::StorageImpl& storage);
 template struct Private<&c10::StorageImpl::throw_on_immutable_data_ptr_>;
 #endif
 
-// Ends the error that release_memory makes each read raise.
+// Clears the error that each read raises after release_memory.
 template <typename Storage>
 void clear_access_error(Storage& storage) {
   if constexpr (requires { storage.clear_data_ptr_access_error_msg_(); }) {

@@ -219,7 +219,7 @@ at::Tensor repeated(const at::Tensor& keys, int64_t times) {
   return keys.unsqueeze(2).expand({-1, -1, times, -1, -1}).reshape({keys.size(0), -1, keys.size(2), keys.size(3)});
 }
 
-// The gradient of `repeated`: sums each `times` consecutive heads, in float32.
+// The gradient of `repeated`: sums every group of `times` consecutive heads, in float32.
 at::Tensor summed(const at::Tensor& gradient, int64_t times) {
   if (times == 1) return gradient;
   return gradient.unflatten(1, {-1, times}).to(at::kFloat).sum(2);
@@ -233,8 +233,8 @@ at::Tensor padded_lse(const at::Tensor& lse) {
   return padded;
 }
 
-// Returns a result for the backward of memory-efficient attention. The backward takes no strides of rows and heads; it
-// expects those of its own forward, [batch, rows, heads, depth].
+// Copies a result into the memory order [batch, rows, heads, depth] of memory-efficient attention's own forward, which
+// is the only order that its backward supports.
 at::Tensor rows_before_heads(const at::Tensor& out) { return out.transpose(1, 2).contiguous().transpose(1, 2); }
 
 // Returns the result and the lse of a tile, by the kernel of the device (attend.h).

@@ -175,7 +175,7 @@ class Executable {
   // Connects the groups once per device (Transport::connect). Collective among the ranks of all groups, in their order.
   // Throws c10::Error, on all ranks, if transfers cannot start now.
   void connect(const at::Device& device) const;
-  // True if tensors on this device must be copied to the host, because Gloo has no messages for them.
+  // True if tensors on this device must be copied to the host, because Gloo cannot send them.
   bool goes_through_host(const at::Device& device) const;
 
   // From the program's origin: the steps that communicate, in order, equal on all ranks; and the ranks of the mesh in

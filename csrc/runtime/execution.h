@@ -159,7 +159,7 @@ class Execution {
   std::vector<std::optional<StreamEvent>> transferred_;
   std::optional<c10::Stream> home_;  // the home stream; none on CPU
   // Events on the home stream, if transfers run on a side stream: at the start of the run, and after each instruction
-  // that some transfer must run after.
+  // for which some transfer must wait.
   std::optional<StreamEvent> begin_;
   std::vector<std::optional<StreamEvent>> marks_;
   // If the rest of the program runs on a side stream: the buffers allocated on the home stream before, and the event at

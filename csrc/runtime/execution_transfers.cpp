@@ -11,8 +11,8 @@ at::Tensor Execution::wire(const BufferRange& range) const {
                                       : this->range(range);
 }
 
-// On devices with streams, the stream that starts the transfer also waits for it, because the backend may use another
-// stream. If the transfer is started on a side stream, compute waits for it only at the Wait (Execution::wait).
+// On devices with streams, the current stream waits for the transfer, which the backend may run on another stream. If
+// the current stream is a side stream, the home stream waits only at the Wait instruction (Execution::wait).
 void Execution::start_transfer(const Operation& operation, int index) {
   ++num_under_way_;
   const bool traces = takes_spans();
@@ -34,8 +34,8 @@ void Execution::start_transfer(const Operation& operation, int index) {
 }
 
 // The side stream first waits for the instructions that touch the transfer's memory (program/order.h). If the
-// transfer's memory is allocated only now, work of the current stream, also of other programs, may still use it. Then
-// the side stream waits for all of that work.
+// transfer allocates memory, earlier work on the current stream, even of other programs, may still use that memory.
+// Then the side stream waits for all earlier work on the current stream.
 void Execution::go_to_side_stream(std::optional<SideStreamGuard>& side, int transfer) const {
   const bool allocates = !compiled_.lifetimes().begins[transfer].empty();
   const int order = compiled_.order_of(transfer);

@@ -86,7 +86,7 @@ at::Tensor take_box(const Program& program, const at::Tensor& input) {
   return divided ? box : box.clone();
 }
 
-// Returns the name of a run that profilers show.
+// Returns the name under which profilers show a run.
 std::string title_of(const Executable& executable) {
   const CompiledProgram& compiled = executable.compiled();
   return concat("shardwright::", compiled.origin().title(), ", ", compiled.received_bytes(), " bytes received");

@@ -122,7 +122,7 @@ class ReplicaChoice {
   int64_t token_ = -1;
   std::vector<int64_t> rank_stamp_;  // by rank: the last token that was sent there
   std::vector<int64_t> node_stamp_;  // by node: the last token that was sent there
-  std::vector<int64_t> lacking_;     // by rank: the number of pending experts it holds; all 0 between uses
+  std::vector<int64_t> lacking_;     // by rank: the number of pending experts on it; all 0 between uses
   std::vector<size_t> pending_;      // indices of the token's experts without a code
 };
 

@@ -55,9 +55,9 @@ std::optional<std::string> why_not_scaled(const Gemm& gemm, const at::Tensor& lh
 std::map<std::string, int64_t> cast_products();
 void reset_cast_products();
 
-// Returns the number of waves: the tiles of a product, or of one product of a batch, per tiles that the device runs at
-// once. 1.0 keeps the device busy once, and 1.1 takes as long as 2. Assumes buffers with an allocator's alignment.
-// Returns nothing if the device does not report it (CPU; an empty product; unsupported dtypes).
+// Returns the number of waves: the tiles of a product, or of one product of a batch, divided by the tiles that the
+// device runs at once. 1.0 keeps the device busy once, and 1.1 takes as long as 2. Assumes buffers with an allocator's
+// alignment. Returns nothing if the device does not report it (CPU; an empty product; unsupported dtypes).
 //
 // The result depends on this rank's device and library, so it must not decide what is sent, which must be the same on
 // all ranks.

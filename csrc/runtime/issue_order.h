@@ -31,7 +31,7 @@ namespace shardwright {
 class Execution;
 
 // Programs in the order in which they were started. A program starts its communications only after all earlier programs
-// have started all of theirs. While a function of the IssueOrder runs, no other program of the IssueOrder starts any.
+// have started all of theirs. While a function of the IssueOrder runs, no other program in it starts communications.
 // Thread-safe.
 class IssueOrder {
  public:

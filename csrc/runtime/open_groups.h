@@ -1,7 +1,7 @@
 // Groups of NCCL calls that a user has left open on a thread, such as a block of torch.distributed._coalescing_manager.
 //
 // NCCL starts the calls of a thread in an open group only when the group ends, on any communicator. A transfer of ours
-// would start after the event that marks its end. So our transfers refuse to start there.
+// would start after the event that marks its end. So our transfers raise an error there.
 #pragma once
 
 #include <c10/core/Device.h>

@@ -17,7 +17,7 @@ namespace {
 constexpr int kMaxDevices = 128;         // device indices are of 8 bits
 constexpr size_t kMaxKeptEvents = 1024;  // per device; more are in use at a time only by very long programs
 
-// Device events for reuse, by device: those that no StreamEvent owns now.
+// Unused device events, by device, kept for the next StreamEvent.
 class EventPool {
  public:
   std::unique_ptr<c10::Event> take(c10::Device device) {

@@ -355,8 +355,8 @@ def _invalid_forms() -> None:
         ((q, q, q), {"mask": torch.zeros(4, 8, device=meshes.device).int()}, "mask must have dtype bool"),
         ((q, q, q), {"kv_size": 12}, "k must be of 6 rows on rank ., for a sequence of 12, got 4"),
         ((q, q, q), {"kv_layout": "whole"}, "k must be of 8 rows on rank ., for a sequence of 8, got 4"),
-        ((q, q[:1], q[:1]), {}, "k must be of the batch and depth of q, .*, got shape"),
-        ((q, q[..., :4], q), {}, "k must be of the batch and depth of q, .*, got shape"),
+        ((q, q[:1], q[:1]), {}, "k must be of q's batch size and depth, as in .*, got shape"),
+        ((q, q[..., :4], q), {}, "k must be of q's batch size and depth, as in .*, got shape"),
     ]
     wide = torch.zeros(2, 2, 6, 8, device=meshes.device)
     cases += [

@@ -248,7 +248,7 @@ def test_errors_are_raised_on_all_ranks(pool: Pool, folder: str) -> None:
     said = pool.run(_invalid_loads, WORLD_SIZE, folder)
     for text in said:
         assert "missing: is not in the checkpoint (on rank 2)" in text
-        assert "step: is no tensor in the checkpoint (on rank 2)" in text
+        assert "step: is not a tensor in the checkpoint (on rank 2)" in text
         assert "v: shape must be (10,), as in the checkpoint, got (11,) (on rank 2)" in text
         assert "destination w: the local tensor must have shape" in text
         assert "odd: the local tensor to fill must be given, got none" in text

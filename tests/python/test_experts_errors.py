@@ -274,7 +274,7 @@ def test_invalid_placements_for_groups(pool: Pool) -> None:
         "cuts dim 1, so rank 0 holds parts of experts",
         "placement must be a layout without pending sums, got Layout(",
         "placement must be a layout with experts in dim 0, got",
-        "placement must be on ranks with rank 2, which calls, got [0, 1]",
+        "placement must be on ranks that include 2 (this rank), got [0, 1]",
         "group must be a ProcessGroup or a DeviceMesh, got a str",
         "group must be a group with this rank, got one without rank 2",
         "nowhere",

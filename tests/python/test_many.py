@@ -312,7 +312,7 @@ def test_errors_name_the_argument(pool: Pool) -> None:
         "device must be cpu, where the tensors are, got cuda",
         "out[0] must be a tensor whose memory holds its elements, got a negated view",
         "out[0] must have an address for each element, got shape (4,) and strides (0,)",
-        "out[0] must be a tensor with memory of its own, got one that shares items[1]'s",
+        "out[0] must be a tensor with memory of its own, got one sharing items[1]'s memory",
     )
     for errors in pool.run(_invalid_arguments, 2):
         for error, text in zip(errors, texts, strict=True):

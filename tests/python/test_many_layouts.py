@@ -292,7 +292,7 @@ def test_sources_that_share_memory_with_destinations_raise(pool: Pool) -> None:
     assert first[:2] == second[:2]
     assert "destination w: its memory must not be shared, got memory shared with source w (on rank 1)" in first[0]
     assert "; with staging='double' both may be the same tensor (on ranks 0, 1)" in first[1]
-    own = "out[0] must be a tensor with memory of its own, got one that shares items[0]'s"
+    own = "out[0] must be a tensor with memory of its own, got one sharing items[0]'s memory"
     assert own in second[2] and "on ranks [1]" in first[2]
 
 
@@ -383,7 +383,7 @@ def test_waits_for_items_by_number(pool: Pool) -> None:
 def _outputs_in_one_buffer() -> None:
     cut, replicated = (sw.Layout(sw.Mesh({"a": 2}), (6,), [kind]) for kind in ("S(0)", "R"))
     items, memory = [(torch.full((3,), float(dist.get_rank())), cut, replicated)] * 2, torch.zeros(12)
-    with pytest.raises(ValueError, match=r"out\[0\] must be .* of its own, got one that shares out\[1\]'s"):
+    with pytest.raises(ValueError, match=r"out\[0\] must be .* of its own, got one sharing out\[1\]'s memory"):
         sw.redistribute_many(items, out=[memory[:6], memory[4:10]])
     sw.redistribute_many(items, out=[memory[::2], memory[1::2]])  # these interleave
     assert torch.equal(memory, torch.tensor([0.0] * 6 + [1.0] * 6))

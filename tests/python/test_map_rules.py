@@ -192,7 +192,7 @@ def test_all_problems_are_reported_together() -> None:
         (lambda: sw.rules.fuse("qkv", ["q"], groups=0), "groups must be at least 1, got 0"),
         (lambda: sw.rules.split("qkv", ["q", "k"], sizes=[1]), "sizes must be a list of 2 integers"),
         (lambda: sw.rules.stack("experts.w1"), "names must be a pattern with one {}, "),
-        (lambda: sw.rules.stack("e.{}.*.w", into="w"), "into must be a name with wildcards as in 'e.{}.*.w'"),
+        (lambda: sw.rules.stack("e.{}.*.w", into="w"), "into must be a name with the wildcards of 'e.{}.*.w'"),
         (lambda: sw.rules.rename("a"), "to must be the new name of 'a', got None"),
         (lambda: sw.rules.rename("a.*", "b"), "to must be a name with as many wildcards as 'a.*', got 'b'"),
         (lambda: sw.rules.rename(3), "names must be a name or a pattern, such as 'layers.*.weight', got 3"),  # type: ignore[arg-type]

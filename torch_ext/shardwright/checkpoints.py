@@ -306,7 +306,7 @@ class _Planner(LoadPlanner):
         assert self._metadata is not None
         saved = self._metadata.state_dict_metadata.get(name)
         if not isinstance(saved, TensorStorageMetadata):
-            raise ValueError("is not in the checkpoint" if saved is None else "is no tensor in the checkpoint")
+            raise ValueError("is not in the checkpoint" if saved is None else "is not a tensor in the checkpoint")
         if tensor.local is None:
             if tensor.layout is None or tensor.layout.mesh.coordinate(rank) is not None:
                 raise argument_error("the local tensor to fill", "given", "none")

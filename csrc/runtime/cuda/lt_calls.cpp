@@ -127,8 +127,8 @@ Algorithm ask_for_algorithm(const Device& device, const Problem& problem, const 
   return Algorithm{result.algo, result.workspaceSize, result.wavesCount};
 }
 
-// A cache of algorithms, because requesting one takes longer than launching it; includes products that have none. It is
-// cleared when full, which costs little even in a job with that many kinds of products.
+// A cache of algorithms, because requesting an algorithm takes longer than launching it. An empty entry means that the
+// product has none. The cache is cleared when full, which costs little even in a job with that many kinds of products.
 class Kept {
  public:
   // Returns nothing if the problem is not cached.

@@ -21,7 +21,7 @@ namespace shardwright::lt {
 struct Algorithm {
   cublasLtMatmulAlgo_t algorithm{};
   size_t workspace_bytes = 0;
-  double waves = 0;  // tiles of the product per tiles that the device runs at once
+  double waves = 0;  // tiles of the product / tiles that the device runs at once
 };
 
 // The handle and stream for a product.

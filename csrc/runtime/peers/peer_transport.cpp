@@ -74,7 +74,7 @@ void check_arena(const RankGroup& group, const PeerSettings& settings) {
 // Throws UserError if the device has no memory that peers can copy from, or if a graph is captured.
 void check_device(c10::Device device) {
   check_user(!device.is_cpu() && symmetric_memory::has_allocator(device.type()),
-             "peer_arena_bytes: tensors must be on a CUDA device, which has symmetric memory, got ", device.str());
+             "peer_arena_bytes: tensors must be on a CUDA device with symmetric memory, got ", device.str());
   const std::string backend = symmetric_memory::get_backend(device).value_or("none");
   check_user(!device.is_cuda() || backend == "CUDA",
              "peer_arena_bytes: the backend of symmetric memory must be 'CUDA', got '", backend,

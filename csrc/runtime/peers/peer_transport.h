@@ -3,8 +3,8 @@
 // copy engines do such copies, which take no multiprocessors from a product.
 //
 // An *arena* is a buffer of each rank that all ranks of the group can read. A *slot* is a range of an arena that holds
-// one piece of a message. A transfer runs in *rounds*, each with at most one piece per sender and
-// receiver.
+// one piece of a message. A transfer runs in *rounds*, each with at most one piece per pair of
+// sender and receiver.
 //
 // None of this has run on a GPU. `shardwright.prepare(peer_arena_bytes=...)` turns it on for gathers and messages. The
 // group's previous transport keeps reductions and small transfers.

@@ -68,8 +68,8 @@ def _placement(placement: Any, dim: int, size: int, count: int, argument: str) -
     return text.replace("(2", f"({dim}", 1)
 
 
-# Functions that call attention: in layers, and in a backward, where a checkpoint computes its part of the forward
-# again. PyTorch runs a function that it has handed to a mode without that mode.
+# Functions that call attention, directly or in a backward that recomputes a checkpoint. PyTorch disables a mode while
+# it handles a function, so the mode is entered again for these.
 _CALLS_ATTENTION = (
     F.multi_head_attention_forward,
     torch.Tensor.backward,
@@ -79,7 +79,7 @@ _CALLS_ATTENTION = (
 
 
 def _without_modes_of_its_own(func: Any) -> Any:
-    """Returns a copy of a function that does not hand itself to modes, so that it may run while one is on."""
+    """Returns a copy of a function that does not dispatch itself to modes, so that it may run while a mode is on."""
     asks = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
     names = {**func.__globals__, **dict.fromkeys(asks, lambda *_: False)}
     copy = types.FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
@@ -197,7 +197,7 @@ def context_parallel(
     known = set() if size is None else {size}
     sizes = {tensor.shape[dim] for tensor, dim in zip(tensors, dims, strict=True)} | known
     if len(sizes) > 1:
-        raise argument_error("buffers", "tensors of one sequence length, size if given", sorted(sizes))
+        raise argument_error("buffers", "tensors of one sequence length, equal to size if given", sorted(sizes))
     total = sizes.pop() if sizes else None
     not_restored = {id(tensor) for tensor in no_restore_buffers or ()}
     if not not_restored <= {id(tensor) for tensor in tensors}:

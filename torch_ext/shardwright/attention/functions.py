@@ -262,7 +262,7 @@ def _attend(
 
 
 def _as_dtensor(local: torch.Tensor, like: DTensor, shape: tuple[int, ...]) -> DTensor:
-    """Returns the DTensor of this global shape, placed like `like`, of which `local` is this rank's part."""
+    """Wraps `local`, this rank's part, in a DTensor of global shape `shape`, placed like `like`."""
     stride = torch.empty(shape, device="meta").stride()
     size = torch.Size(shape)
     return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, shape=size, stride=stride)

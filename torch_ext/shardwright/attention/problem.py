@@ -70,7 +70,7 @@ _Form = tuple[str, tuple[int, ...]]  # dtype and shape of a mask
 
 
 class Planned(NamedTuple):
-    """A problem with its method, and the operators' arguments, also by dtype and shape of a mask that is a tensor."""
+    """A planned attention, and the operators' arguments: without a mask tensor, and by dtype and shape of one."""
 
     attention: _planner.Attention
     call: Call
@@ -96,7 +96,7 @@ class _Shards(NamedTuple):
     group: dist.ProcessGroup | None
 
 
-# Plans by mesh or group that shares the sequence. A plan is collective, so its ranks must add and drop plans alike.
+# Plans by mesh or group of the sequence. Planning is collective, so all of its ranks must add and drop equal plans.
 _planned: executables.PlanningCache[dict[Hashable, Planned]] = executables.PlanningCache()
 MAX_PLANNED = 1024
 
@@ -243,7 +243,7 @@ def _check_rows(name: str, rows: int, expected: int, parts: Parts, rank: int) ->
 
 
 def _carrier(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Returns the process group of plain tensors. Raises ValueError if this rank is not in it."""
+    """Returns `group`, or the default group for None. Raises ValueError if this rank is not in it."""
     groups.check_initialized()
     if dist.get_rank(group) < 0:
         raise argument_error("group", "a group with this rank", f"one without rank {dist.get_rank()}")
@@ -259,7 +259,7 @@ def _agree(
     carrier: dist.ProcessGroup,
     device_type: str,
 ) -> None:
-    """Raises on all ranks if one has an error, or if they differ. All ranks that share the sequence must call."""
+    """Raises on all ranks if one has an error or if arguments differ. All ranks that share the sequence must call."""
     text = "" if attention is None else attention.as_on_all_ranks().to_text(False)
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
     words = GroupWords(carrier)
@@ -284,7 +284,7 @@ def _with_method(attention: _planner.Attention, method: str, device_type: str, n
 
 
 def tables_of(attention: _planner.Attention, device_type: str) -> tuple[_planner.Topology | None, _planner.GemmModel]:
-    """Returns the topology (None: the lowering's default) and the model of product times that plan an attention."""
+    """Returns the topology (None: the lowering's default) and the GEMM model with which to plan an attention."""
     now = tables_now()
     topology = now.environment or tables.measured_topology(attention.lowering.name)
     model = now.gemm_model(device_type, attention.dtype)
@@ -321,9 +321,9 @@ def check_tensors(options: Options, tensors: Sequence[torch.Tensor]) -> None:
     if isinstance(k, DTensor) and k.placements != v.placements:
         raise argument_error("v", f"placed like k, {k.placements}", v.placements)
     if k.shape[:3] != v.shape[:3]:
-        raise argument_error("v", f"of the shape of k but for the depth, {tuple(k.shape)}", tuple(v.shape))
+        raise argument_error("v", f"of the shape of k except for the depth, {tuple(k.shape)}", tuple(v.shape))
     if (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
-        raise argument_error("k", f"of the batch and depth of q, {tuple(q.shape)}", f"shape {tuple(k.shape)}")
+        raise argument_error("k", f"of q's batch size and depth, as in {tuple(q.shape)}", f"shape {tuple(k.shape)}")
     for mask in masks:
         check_mask(q, mask)
     if q.shape[1] != k.shape[1] and not options.enable_gqa:

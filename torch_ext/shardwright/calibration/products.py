@@ -95,7 +95,7 @@ def measure_products(
 
 
 def late_by_chunk(times: list[float], product: float, slowdown: float) -> float:
-    """Returns the delay per chunk, in seconds, that the predicted timeline lacks, from `_Products.times_in_chunks`.
+    """Returns the delay per chunk, in seconds, missing in the predicted timeline, from `_Products.times_in_chunks`.
 
     Messages and products in n chunks take the time of the timeline in csrc/products/timeline.h, plus a delay per chunk,
     plus a constant. The difference between two values of n gives the delay per chunk.
@@ -215,5 +215,5 @@ def report_of(dtype: torch.dtype, model: GemmModel) -> str:
     rate = 1e-3 * model.num_processors * model.flops_per_us * 2 / dtype.itemsize
     return (
         f"  products of {dtype}: {rate:.1f} GFlop/s, {model.launch_ps * 1e-6:.1f} us each, "
-        f"{model.contention_percent}% longer during transfers, {model.chunk_ps * 1e-6:.0f} us for each chunk's turn"
+        f"{model.contention_percent}% longer during transfers, {model.chunk_ps * 1e-6:.0f} us more for each chunk"
     )

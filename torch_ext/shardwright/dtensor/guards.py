@@ -1,8 +1,8 @@
 """Guards of compiled code on sizes of DTensors, the groups of their meshes, and our options.
 
 Dynamo's guards for a DTensor compare its local tensor, mesh and placements, but not its sizes (pytorch#163820). A rank
-that holds 3 rows of 6 and 3 rows of 5 would run code for 6 where the other ranks run code for 5. Its guards also take
-meshes of the same ranks for the same, although their process groups may differ.
+that holds 3 rows of 6 and 3 rows of 5 would run code for 6 where the other ranks run code for 5. Its guards also treat
+meshes of the same ranks as equal, although their process groups may differ.
 
 While the drop-in is on, and for graphs that hold operators of ours, guards are added for each DTensor that is an
 input of the graph: static sizes and strides must be the same, and so must the names of the mesh's groups. Dynamo
@@ -63,7 +63,7 @@ def _create(original: Callable[[Guard, Any], Any]) -> Callable[[Guard, Any], Any
 
 
 def _add(guard: Guard, manager: Any, is_same: Callable[[Any], bool], text: str) -> None:
-    """Adds a guard that fails unless `is_same` returns True. `text` shows in logs of recompilations."""
+    """Adds a guard that fails unless `is_same` returns True. Logs of recompilations show `text`."""
     from torch._dynamo.guards import get_verbose_code_parts
 
     manager.add_lambda_guard(is_same, get_verbose_code_parts(f"{text}  # shardwright", guard), guard.user_stack)

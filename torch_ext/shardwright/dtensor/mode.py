@@ -81,7 +81,7 @@ class _Changes:
 
     def __init__(self) -> None:
         self.sequence_numbers = [-1]  # sequence numbers, ascending
-        self.modes = [_current]  # modes[i] holds for nodes from numbers[i] on
+        self.modes = [_current]  # modes[i] applies to nodes from sequence_numbers[i] on
 
     def add(self, mode: Mode) -> None:
         """Records that the mode applies to all nodes that this thread makes from now on."""

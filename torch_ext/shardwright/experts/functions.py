@@ -82,7 +82,7 @@ class DispatchHandle:
         self.dropped: int | torch.Tensor = 0
         self.payload_bytes = 0
         self.metadata_bytes = 0
-        # True if combine compares, as dispatch does. On a device it would wait for the experts to finish.
+        # True if `combine` compares arguments among ranks. On a device, that would wait for the experts to finish.
         self._compares = False
 
     def __repr__(self) -> str:

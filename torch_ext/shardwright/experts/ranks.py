@@ -167,7 +167,7 @@ def expert_ranks(placement: Any, group: Group, topology: Topology | str | None) 
 
 
 def group_alone(placement: Any, group: Group) -> ExpertGroup | None:
-    """Returns the group on which others compare if this rank's placement or topology is invalid; None if unknown."""
+    """Returns the group in which to report an invalid placement or topology to other ranks; None if it is unknown."""
     try:
         _group_key(group)
         members = _layout_members(placement, group) if isinstance(placement, _planner.Layout) else _members(group)
@@ -203,7 +203,7 @@ def _make(placement: Any, group: Group, topology: Topology | None) -> ExpertRank
         members = _members(group)
         experts, num_experts = _of_lists(placement, len(members))
     if dist.get_rank() not in members:
-        raise argument_error("placement", f"on ranks with rank {dist.get_rank()}, which calls", members)
+        raise argument_error("placement", f"on ranks that include {dist.get_rank()} (this rank)", members)
     process_group = _process_group(members, group)
     by_rank = dict(zip(members, experts, strict=True))
     ordered = [by_rank[rank] for rank in dist.get_process_group_ranks(process_group)]

@@ -107,7 +107,7 @@ def linear_reduce_scatter(
     scatter_dim: int = 0,
     in_features: int | None = None,
 ) -> torch.Tensor:
-    """Applies a weight that is cut along in_features, and meanwhile sums the result and cuts it in `scatter_dim`.
+    """Applies a weight that is cut along in_features. Meanwhile, reduce-scatters the result along `scatter_dim`.
 
     Args:
         x: shape (..., in_features), cut in the last dim.

@@ -37,10 +37,10 @@ SEQUENCE = Shard(1)  # of activations ``[batch, sequence, hidden]``
 
 
 class ExpertParallel(EPImplementation):
-    """Tokens to experts and back by `shardwright.experts`: ``DistributedConfig(ep_implementation="shardwright")``.
+    """Sends tokens by `shardwright.experts`, for ``DistributedConfig(ep_implementation="shardwright")``.
 
-    A token is sent once to each rank that has any of its experts, and one weighted sum comes back from there.
-    transformers' ``"all_to_all"`` sends a token once per expert, and so does every way back. The ranks of a
+    A token is sent once to each rank that has any of its experts, and that rank returns one weighted sum.
+    transformers' ``"all_to_all"`` sends a token, and returns its result, once per expert. The ranks of a
     tensor-parallel group hold the same tokens; each of them dispatches a part.
     """
 
@@ -87,7 +87,7 @@ class ExpertParallel(EPImplementation):
 
 
 class _Overlapped:
-    """A style of transformers for linear layers, with the product of the style of the same name that is `_style`."""
+    """A transformers style for linear layers that uses the product of `_style`, shardwright's style of this name."""
 
     _style: Any
 

@@ -22,7 +22,7 @@ when_changed: list[Callable[[], None]] = []
 
 
 def change(tables: PlanningTables) -> None:
-    """Replaces `current`."""
+    """Replaces `current`, and calls the functions in `when_changed`."""
     global current
     if tables == current:
         return

@@ -75,7 +75,7 @@ def tables_now() -> PlanningTables:
 
 
 def named_topology(topology: Topology | str | None) -> Topology | None:
-    """Returns the topology of a name or of a file; a Topology or None is returned unchanged."""
+    """Returns the topology with this name or from this file. Returns a Topology or None unchanged."""
     if topology is None or isinstance(topology, Topology):
         return topology
     if not isinstance(topology, str):

@@ -111,7 +111,7 @@ class _RedistributeMany(torch.autograd.Function):
 def _way_back(gradient: DTensor | None, source: DTensorSpec, target: DTensorSpec) -> _Item:
     """Returns the move of a gradient; of zeros if this rank has none.
 
-    As in PyTorch's own backward, values that are pending in the gradient as they were in x stay pending.
+    As in PyTorch's own backward, a placement that is the same pending reduction in gradient and x stays pending.
     """
     assert source.tensor_meta is not None
     dtype = source.tensor_meta.dtype

@@ -177,7 +177,7 @@ def _find_out(function: str, weights: int, scales: int, metas: Sequence[Any], op
     if product is None:
         return None, None, transposed, results, ()
     if not product.plan.has_equal_parts:
-        # Compilers take it for an ordinary operator, not a collective, and order it relative to collectives by size. If
+        # Compilers treat it as an ordinary operator, not a collective, and order it relative to collectives by size. If
         # sizes differ among ranks, the order would too, and ranks would wait for each other.
         return None, _UNEVEN, (), (), ()
     of_operand = specs and product.operand_gradient

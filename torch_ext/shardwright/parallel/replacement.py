@@ -104,7 +104,7 @@ def _keep_shards(module: nn.Module) -> None:
 
 
 def _kept(layout: Placement | None, desired: Placement | None) -> Placement | None:
-    """Returns the layout in place of a gather, else the desired one."""
+    """Returns `layout` if `desired` would gather a shard, else `desired`."""
     return layout if isinstance(layout, Shard) and isinstance(desired, Replicate) else desired
 
 

@@ -140,7 +140,7 @@ def install_forward(module: nn.Linear, how: dict[str, Any], shares_gather: bool)
 def annotate(
     layouts: tuple[Placement, ...], module: nn.Module, inputs: tuple[Any, ...], device_mesh: DeviceMesh
 ) -> Any:
-    """Returns the layer's input as a DTensor with the placements `layouts`, which holds the given tensor too."""
+    """Returns the layer's input as a DTensor placed as `layouts`. Its `_shardwright_given` is the plain input."""
     x = inputs[0]
     if isinstance(x, DTensor):
         return x

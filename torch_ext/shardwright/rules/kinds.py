@@ -29,7 +29,7 @@ def _dim_of(dim: int, ndim: int) -> int | None:
 
 
 def _put(tensors: Tensors, name: str, mapped: Mapped, rule: Rule, problems: list[str]) -> None:
-    """Adds a tensor, or its pieces to a tensor of the same name. Coverage later reports elements that both have."""
+    """Adds a tensor, or adds its pieces to the tensor with this name. Coverage later reports elements in both."""
     other = tensors.get(name)
     if other is None:
         tensors[name] = mapped

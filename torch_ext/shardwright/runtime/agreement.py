@@ -66,7 +66,7 @@ class Statement(NamedTuple):
 
 
 def report(mine: Statement, statements: Mapping[R, str], where: str) -> str:
-    """Returns the text of an error, or "" if all statements agree. `statements`: of each rank, as JSON."""
+    """Returns the text of an error, or "" if all ranks agree. `statements` has each rank's as JSON."""
     parts = {text: json.loads(text) for text in set(statements.values())}
 
     def each(part: int) -> dict[R, Any]:
@@ -88,7 +88,7 @@ def report(mine: Statement, statements: Mapping[R, str], where: str) -> str:
 def _lines(statements: Mapping[R, Mapping[str, str | None]], otherwise: str | None, least: int) -> list[str]:
     """Returns a line for each name with at least `least` different values.
 
-    Ranks without the name have the value `otherwise`, or none if that is None.
+    A rank without the name counts with the value `otherwise`, or is left out if that is None.
     """
     lines = []
     for name in dict.fromkeys(name for row in statements.values() for name in row):

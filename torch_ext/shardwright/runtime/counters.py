@@ -70,10 +70,10 @@ def stats() -> dict[str, Any]:
           ``torch.compile`` compiles, so that its graph ends before them; ``graph_break_reasons`` counts them by reason.
         - ``activations_cut``: activations of which `sw.fsdp.checkpoint_cut` keeps a part; ``activation_gathers``: those
           that were gathered again.
-        - ``views``: views, and products of tensors that views cut in strides, that DTensor does by our rules without
-          moving data; ``view_fallbacks``: views that were left to PyTorch, ``view_fallback_reasons`` by reason.
-        - ``strided_gathers``: operators whose inputs are gathered while views are on, because they are cut in strides
-          and neither our rules nor PyTorch's are known to be right for that; ``strided_gather_reasons`` counts them by
+        - ``views``: views that DTensor does by our rules without moving data, and products of the strided shards that
+          such views make; ``view_fallbacks``: views that were left to PyTorch, ``view_fallback_reasons`` by reason.
+        - ``strided_gathers``: operators whose inputs are gathered while views are on, because the inputs are strided
+          shards that neither our rules nor PyTorch's are known to handle; ``strided_gather_reasons`` counts them by
           operator. The counters of views and strided gathers count an operator once for each combination of placements
           and sizes, because DTensor caches the answer.
     """
@@ -128,24 +128,24 @@ def reset_stats() -> None:
 
 
 def count_fallback(reason: str, example: str = "") -> None:
-    """Counts a redistribute that is left to PyTorch. Logs the first one of each reason, with `example` in full."""
+    """Counts a redistribute that is left to PyTorch. Logs the first case of each reason, with `example` in full."""
     _reasons[reason] += 1
     if _reasons[reason] == 1:
         _log.warning("redistribute goes to PyTorch's own path: %s", example or reason)
 
 
 def count_view_fallback(reason: str, example: str = "") -> None:
-    """Counts a view that is left to PyTorch. Logs the first one of each reason, with `example` in full."""
+    """Counts a view that is left to PyTorch. Logs the first case of each reason, with `example` in full."""
     _view_reasons[reason] += 1
     if _view_reasons[reason] == 1:
         _log.info("view is left to PyTorch: %s", example or reason)
 
 
 def count_strided_gather(operator: str) -> None:
-    """Counts an operator whose inputs are gathered because they are cut in strides. Logs the first one of each."""
+    """Counts an operator whose strided shards are gathered before it. Logs the first case of each operator."""
     _strided_reasons[operator] += 1
     if _strided_reasons[operator] == 1:
-        _log.info("inputs cut in strides are gathered for %s", operator)
+        _log.info("inputs that are strided shards are gathered for %s", operator)
 
 
 def count_product_fallback(reason: str) -> None:
@@ -154,7 +154,7 @@ def count_product_fallback(reason: str) -> None:
 
 
 def count_graph_break(reason: str, example: str) -> None:
-    """Counts a forward that a compiled graph leaves out. Logs the first one of each reason, with `example`."""
+    """Counts a forward that a compiled graph leaves out. Logs the first case of each reason, with `example`."""
     _break_reasons[reason] += 1
     if _break_reasons[reason] == 1:
         _log.info("a graph breaks at a unit under fully_shard: %s: %s", example, reason)

@@ -414,7 +414,7 @@ def _fitted(executable: _runtime.Executable, local: torch.Tensor) -> torch.Tenso
     return fitted
 
 
-@torch._disable_dynamo  # Dynamo takes process groups for objects without methods
+@torch._disable_dynamo  # Dynamo treats process groups as objects without methods
 def lowering_on(mesh: _planner.Mesh, device_type: str, group: dist.ProcessGroup | None) -> _planner.Lowering:
     """Returns the lowering of a group. Raises ValueError if the mesh has ranks that are not in the group."""
     groups.check_initialized()

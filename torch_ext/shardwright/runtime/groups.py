@@ -143,7 +143,7 @@ def moves_nothing(group: dist.ProcessGroup | None) -> bool:
 
 
 def key_of_mesh(mesh: Any) -> str:
-    """Returns the names of a mesh's process groups as a cache key: meshes that compare equal may have other groups.
+    """Returns the names of a mesh's process groups as a cache key. Equal meshes may have different groups.
 
     The key is stored on the mesh, because each redistribute needs it.
     """

@@ -164,7 +164,7 @@ class _Given:
         triples = checked_layouts(items, "items", _ITEMS, 3)
         self.pairs = [(src, dst) for _, src, dst in triples]
         self.is_read = True
-        # Autograd knows an asynchronous tensor, but not its complete one: a check refuses those that require gradients.
+        # Waiting loses autograd's history, so asynchronous tensors that require gradients stay. A check refuses them.
         is_known = (torch.is_grad_enabled() and getattr(x, "requires_grad", False) for x, _, _ in triples)
         self.locals = [x if k else plain_tensors.waited(x) for (x, _, _), k in zip(triples, is_known, strict=True)]
         if out is not None:
@@ -258,14 +258,14 @@ class _Given:
             if output is None or output.numel() == 0:
                 continue
             if (other := begins.setdefault(output.data_ptr(), f"out[{i}]")) != f"out[{i}]":
-                raise argument_error(f"out[{i}]", "a tensor with memory of its own", f"one that shares {other}'s")
+                raise argument_error(f"out[{i}]", "a tensor with memory of its own", f"one sharing {other}'s memory")
 
     def _check_overlaps(self) -> None:
         """Checks that no output has a byte in common with another tensor. Slower than `_check_memory`."""
         read = {f"items[{i}]": x for i, x in enumerate(self.locals) if x is not None}
         written = {f"out[{i}]": x for i, x in enumerate(self.out or []) if x is not None}
         for source, destination, _, _ in memory_spans.shared_memory(read, written, among_written=True):
-            raise argument_error(destination, "a tensor with memory of its own", f"one that shares {source}'s")
+            raise argument_error(destination, "a tensor with memory of its own", f"one sharing {source}'s memory")
 
     def _check_tensor(self, name: str, tensor: torch.Tensor | None, layout: _planner.Layout) -> None:
         """Checks a local part or output, called `name` in errors, against its layout on this rank."""

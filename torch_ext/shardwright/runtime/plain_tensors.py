@@ -93,7 +93,7 @@ def redistribute_part(
 ) -> torch.Tensor:
     """Redistributes this rank's part of a DTensor, without gradients. Without `make_groups`, groups must exist.
 
-    A part that contradicts its layout is cut or padded, as `executables.run` does, instead of an error on one rank.
+    A part that contradicts its layout is cut or padded (`executables.run`), because an error would be on one rank only.
     """
     local = waited(local)
     rank = dist.get_rank()
@@ -103,14 +103,14 @@ def redistribute_part(
 
 
 def waited(local: Any) -> Any:
-    """Returns the complete tensor of an asynchronous one, for which autograd has no history; others as they are."""
+    """Waits for an asynchronous tensor. Returns its plain tensor, without history, and other values unchanged."""
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
 def waited_with_history(x: Any) -> Any:
-    """Returns the complete tensor of an asynchronous one, with its autograd history; others as they are.
+    """Like `waited`, but the result keeps the autograd history.
 
-    A tensor that requires a gradient is copied, because only operators continue its history.
+    A tensor that requires a gradient is cloned, because only the result of an operator has its history.
     """
     is_recorded = isinstance(x, AsyncCollectiveTensor) and x.requires_grad and torch.is_grad_enabled()
     return x.clone() if is_recorded else waited(x)
@@ -125,7 +125,7 @@ def _redistribute_rarely(
     device_mesh: DeviceMesh | None,
     async_op: bool,
 ) -> torch.Tensor:
-    """Runs `redistribute_local` without a local tensor, or into a given one."""
+    """Runs `redistribute_local` if `local` is None or `out` is given."""
     rank = _checked_rank(src, dst, group, device_mesh)
     if local is None:
         if src.mesh.coordinate(rank) is not None and not checking.is_on():
@@ -178,8 +178,8 @@ def device_among_many(
     """Returns the device of this rank's tensors.
 
     `argument` is the argument device=. `tensor_device` is the device of the tensors that the rank passes, or None if it
-    passes none. Raises ValueError if the two differ, or if the device is ambiguous. The caller must tell the other
-    ranks, for which it may not be.
+    passes none. Raises ValueError if the two differ, or if the device is ambiguous. The caller must report
+    the error to the other ranks, which may know their devices.
     """
     device = None if argument is None else argument_checks.device_of("device", argument)
     if device is not None and tensor_device is not None and device.type != tensor_device.type:
