@@ -42,7 +42,7 @@ struct AxisGrid {
   std::vector<LocalAxis> local_axes(int64_t position) const;
 
  private:
-  Region region(int64_t position, std::vector<IntervalList> Axis::*lists) const;
+  Region region(int64_t position, std::vector<IntervalList> Axis::* lists) const;
 };
 
 // Both layouts of a move, on the same axes.

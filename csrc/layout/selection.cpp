@@ -63,7 +63,7 @@ std::vector<EvenPieces> even_pieces(const PieceList& pieces) {
 
 // Returns the pieces with the positions of one side (&Piece::a_position or b_position) replaced by positions in the
 // packed message.
-PieceList with_packed(const PieceList& pieces, int64_t Piece::*side) {
+PieceList with_packed(const PieceList& pieces, int64_t Piece::* side) {
   PieceList packed;
   int64_t next = 0;
   for (const auto& [block, count, shift] : pieces.blocks()) {
@@ -196,7 +196,7 @@ class BoxMaker {
 
   // Adds repetitions as a dim of the box if their distance is constant on both sides, else one by one.
   void add_pieces(Box box, size_t axis, EvenPieces pieces) {
-    for (Steps EvenPieces::*const level : {&EvenPieces::repeats, &EvenPieces::steps}) {
+    for (Steps EvenPieces::* const level : {&EvenPieces::repeats, &EvenPieces::steps}) {
       const Steps steps = std::exchange(pieces.*level, {});
       if (steps.count == 1) continue;
       const std::optional<int64_t> from = src_[axis].distance(steps.from);

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import shardwright as sw
+from shardwright.fsdp import packing
 
 
 class Mlp(nn.Module):
@@ -42,6 +44,11 @@ def flat_fully_shard(module: Any, options: sw.fsdp.Options | None = None, **argu
     own = {field.name for field in dataclasses.fields(sw.fsdp.Options)} & arguments.keys()
     flat = {name: arguments.pop(name) for name in own}
     return sw.fully_shard(module, options=dataclasses.replace(options or sw.fsdp.Options(), **flat), **arguments)
+
+
+def without_packing() -> Any:
+    """Returns a context and decorator in which all weights have messages of their own."""
+    return mock.patch.dict(packing.COPIED_BYTES_PER_US, dict.fromkeys(packing.COPIED_BYTES_PER_US, 0.0))
 
 
 def shard(model: Mlp, wrap: Callable[..., Any], mesh: Any, outermost: Any = None, **options: Any) -> Mlp:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwright as sw
-from fsdp_models import Mlp, batch, flat_fully_shard, full, part, shard
+from fsdp_models import Mlp, batch, flat_fully_shard, full, part, shard, without_packing
 from meshes import get_mesh
 from pool import Pool
 from shardwright.fsdp import float8_products, formats
@@ -112,7 +112,8 @@ def _memory(wire: str) -> None:
         model: Any = shard(
             Mlp(width=256, tied=False), flat_fully_shard, get_mesh((2,)), message_format=wire, matmul_format=use
         )
-        model(batch(0, width=256)).sum().backward()
+        with without_packing():  # no shared messages
+            model(batch(0, width=256)).sum().backward()
         sizes[use] = sw.fsdp.schedule(model).arena_bytes
         with sw.debug.wire_meter() as meter:
             model.layers[0].unshard()

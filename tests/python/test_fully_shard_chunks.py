@@ -15,7 +15,7 @@ from torch import nn
 import meshes
 import shardwright as sw
 from allocations import allocated_peak
-from fsdp_models import Mlp, batch, flat_fully_shard, full, loss_of, received_bytes, shard
+from fsdp_models import Mlp, batch, flat_fully_shard, full, loss_of, received_bytes, shard, without_packing
 from meshes import get_mesh
 from pool import Pool
 from shardwright.fsdp import api, chunks, runner
@@ -65,9 +65,19 @@ def _trains(mesh_shape: tuple[int, ...]) -> None:
         api.Runner = runner  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("mesh_shape", [(2,), (3,), (2, 2)], ids=str)
+def _trains_over_replicas() -> None:
+    """Gradients that are packed into one message would be faster than chunks."""
+    with without_packing():
+        _trains((2, 2))
+
+
+@pytest.mark.parametrize("mesh_shape", [(2,), (3,)], ids=str)
 def test_trains_as_the_unsharded_model(pool: Pool, mesh_shape: tuple[int, ...]) -> None:
     pool.run(_trains, torch.Size(mesh_shape).numel(), mesh_shape)
+
+
+def test_trains_as_the_unsharded_model_over_replicas(pool: Pool) -> None:
+    pool.run(_trains_over_replicas, 4)
 
 
 class Odd(nn.Module):

@@ -83,7 +83,7 @@ def poisoned() -> Iterator[None]:
         restore(unit)  # an optimizer may be next
 
     def finish_and_fill(reduction: Reduction) -> None:
-        gradients = [arriving.sent for _, arriving in reduction.under_way]
+        gradients = [arriving.sent for _, arriving in reduction.under_way if arriving.sent is not None]
         finish(reduction)
         for gradient in gradients:
             gradient.fill_(1e30)

@@ -33,7 +33,7 @@ def _prefetch_distance() -> None:
         return [USE_PS * (1 + (i + rank) % 2) for i in range(len(clock._marks) // 2)]
 
     expected = parts(train(shard(Model(), flat_fully_shard, mesh, prefetch=1), 4))
-    for slow, ahead, limit in ((1, 1, None), (8, 2, 1 << 20), (8, 1, 4200)):
+    for slow, ahead, limit in ((1, 1, None), (8, 2, 1 << 20), (8, 1, 6900)):
 
         def gather_ps(unit: Unit, slow: int = slow) -> int:
             return USE_PS * (slow if unit.name == "layers.2" else 1)

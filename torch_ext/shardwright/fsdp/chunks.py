@@ -35,7 +35,7 @@ from ..matmul.running import Call, Where, bind
 from ..runtime import checking, executables
 from ..runtime.agreement import MeshWords, Statement
 from .formats import with_dtype
-from .units import Unit, is_in_backward
+from .units import Unit, gather_cost, gradient_bytes, is_in_backward, reduce_cost, use_bytes
 from .weights import Weight
 
 # ---- modules that multiply as `nn.Linear` does
@@ -226,8 +226,8 @@ class UnitInChunks:
             return None
         others = [weight for weight in self.unit.weights if not self.has(weight)]
         return (
-            sum(weight.gathered_bytes for weight in others),
-            sum(weight.gather_ps for weight in others),
+            use_bytes(others),
+            gather_cost(others).ps,
             max(each.chunk_bytes for each in self.weights),
             sum(each.gathered.transfer_ps for each in self.weights),
             min(each.gathered.num_chunks for each in self.weights),
@@ -245,7 +245,7 @@ class UnitInChunks:
         uses = {i: [use for which, use in made if which == i] or [-1] for i in reduced}
         products = [(p.transfer_ps, p.transfer_ps // p.num_chunks, use) for i, p in reduced.items() for use in uses[i]]
         most = max((p.result_bytes for p in reduced.values()), default=0)
-        return products, sum(w.reduce_ps for w in others), most + sum(w.gradient_bytes for w in others)
+        return products, reduce_cost(others).ps, most + gradient_bytes(others)
 
     def new_gradients(self) -> list[int]:
         """Returns the indices of `weights` that have got a full gradient since the last call."""

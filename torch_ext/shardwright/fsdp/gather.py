@@ -16,9 +16,10 @@ import torch.distributed as dist
 from .._native import _planner
 from ..layouts.layout import Layout
 from .formats import Format
+from .packing import Pair, Promise
 
-# A function of (source layout, target layout, tensor, output) that starts a move. It returns a Work, or None if done.
-Move: TypeAlias = Callable[[_planner.Layout, _planner.Layout, torch.Tensor, torch.Tensor], "dist.Work | None"]
+# A function of (source layout, target layout, tensor, output) that starts a move. It returns a work, or None if done.
+Move: TypeAlias = Callable[[_planner.Layout, _planner.Layout, torch.Tensor, torch.Tensor], "dist.Work | Promise | None"]
 
 
 class _PendingGather(NamedTuple):
@@ -28,7 +29,7 @@ class _PendingGather(NamedTuple):
     scale: torch.Tensor | None  # scale that `sent` was encoded with
     sent: list[torch.Tensor]
     received: list[torch.Tensor]
-    works: list[dist.Work | None]
+    works: list[dist.Work | Promise | None]
 
 
 class WeightGather:
@@ -78,28 +79,40 @@ class WeightGather:
         self.scale = self.format.scale_of(largest)
         self._measured_at = source
 
+    def pairs(self, use: _planner.Layout) -> list[Pair]:
+        """Returns the layouts of the moves of a gather."""
+        return list(zip(self._layouts_of(self.shards), self._layouts_of(use), strict=True))
+
     def start(
-        self, use: _planner.Layout, part: torch.Tensor, full: torch.Tensor, buffers: Sequence[torch.Tensor]
+        self,
+        use: _planner.Layout,
+        part: torch.Tensor,
+        full: torch.Tensor,
+        buffers: Sequence[torch.Tensor],
+        move: Move | None = None,
     ) -> None:
-        """Starts to gather from this rank's shard. `buffers`: one tensor of bytes for each layout of `buffers(use)`."""
+        """Starts to gather from this rank's shard.
+
+        Args:
+            buffers: one tensor of bytes for each layout of `buffers(use)`.
+            move: starts the moves instead of `self.move`.
+        """
+        move = move or self.move
+        pairs = self.pairs(use)
         if self._is_direct:
             part = part.to(self.format.dtype)
-            (source,), (target,) = self._layouts_of(self.shards), self._layouts_of(use)
-            self._pending = _PendingGather(True, None, [part], [full], [self.move(source, target, part, full)])
+            self._pending = _PendingGather(True, None, [part], [full], [move(*pairs[0], part, full)])
             return
         sent = self.format.encode(part, self.scale)
-        sources, targets = self._layouts_of(self.shards), self._layouts_of(use)
-        received = [self._as(layout, buffer) for buffer, layout in zip(buffers, targets, strict=True)]
-        works = [self.move(*each) for each in zip(sources, targets, sent, received, strict=True)]
+        received = [self._as(layout, buffer) for buffer, (_, layout) in zip(buffers, pairs, strict=True)]
+        works = [move(*pair, *each) for pair, *each in zip(pairs, sent, received, strict=True)]
         self._pending = _PendingGather(False, self.scale, sent, received, works)
 
-    def start_from_copy(
-        self, src: _planner.Layout, dst: _planner.Layout, part: torch.Tensor, full: torch.Tensor
-    ) -> None:
+    def start_from_copy(self, pair: Pair, part: torch.Tensor, full: torch.Tensor, move: Move) -> None:
         """Starts to gather from a kept copy, which has the dtype of the use."""
-        self._pending = _PendingGather(True, None, [part], [full], [self.move(src, dst, part, full)])
+        self._pending = _PendingGather(True, None, [part], [full], [move(*pair, part, full)])
 
-    def _as(self, layout: Layout, buffer: torch.Tensor) -> torch.Tensor:
+    def _as(self, layout: _planner.Layout, buffer: torch.Tensor) -> torch.Tensor:
         """Returns the beginning of a buffer of bytes as this rank's tensor of a layout."""
         shape = torch.Size(layout.local_shape(self._rank))
         dtype: torch.dtype = getattr(torch, layout.dtype)

@@ -12,7 +12,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,20 +23,19 @@ from .._native import _planner
 from ..layouts.layout import Layout
 from . import extensions, offload
 from .formats import Dtypes, with_dtype
+from .gather import Move
 from .layouts import Layouts
 from .offload import Host, Leaving
-
-# A function of (source layout, target layout, tensor, output) that starts a move. It returns a Work, or None if done.
-Move: TypeAlias = Callable[[_planner.Layout, _planner.Layout, torch.Tensor, torch.Tensor], "dist.Work | None"]
+from .packing import Promise
 
 
 @dataclasses.dataclass
 class PendingReduction:
     """A reduction in progress. It keeps the sent tensor alive until it ends."""
 
-    sent: torch.Tensor  # the gradient in the dtype of messages
+    sent: torch.Tensor | None  # the gradient in the dtype of messages; None if it was copied to a shared message
     received: torch.Tensor  # written until `work` ends
-    work: dist.Work | None  # None: already done
+    work: dist.Work | Promise | None  # None: already done
     finish: Callable[[torch.Tensor], torch.Tensor | None]  # returns the part, from `received`; None: the part waits
 
 
@@ -121,7 +120,11 @@ class Gradients:
         self._full = self._part = self._reduced = None
 
     def start(
-        self, gradient: tuple[torch.Tensor, _planner.Layout] | None, over_replicas: bool, divide_by: float | None
+        self,
+        gradient: tuple[torch.Tensor, _planner.Layout] | None,
+        over_replicas: bool,
+        divide_by: float | None,
+        move: Move,
     ) -> PendingReduction | None:
         """Starts to reduce the sum of the waiting gradients and this one. Returns None if there are none.
 
@@ -129,6 +132,7 @@ class Gradients:
             gradient: the full gradient of this backward and its layout, or None.
             over_replicas: False keeps the reduced shard here until a later reduction over replicas.
             divide_by: the divisor of the sum; None: average.
+            move: starts the move of the gradient.
         """
         if self._full is not None:
             if gradient is not None:
@@ -143,10 +147,10 @@ class Gradients:
         if layouts.src is not None and layouts.dst is not None:
             sent = sent[(None,) * len(layouts.apart)]
             received = sent.new_empty(layouts.dst.local_shape(self._rank))
-            work = self._move(layouts.src, layouts.dst, sent, received)
+            work = move(layouts.src, layouts.dst, sent, received)
         else:
             received = sent.new_empty(target.local_shape(self._rank))
-            work = self._move(layouts.partial, target, sent, received)
+            work = move(layouts.partial, target, sent, received)
 
         def finish(received: torch.Tensor) -> torch.Tensor | None:
             part = received if layouts.src is None else self._added_up(received, layouts)
@@ -369,10 +373,10 @@ class Trained:
         """True if a gradient of this rank waits for a reduction."""
         return self.whole.grad is not None or self.gradients.are_kept
 
-    def start_reduction(self, over_replicas: bool, divide_by: float | None) -> list[PendingReduction]:
+    def start_reduction(self, over_replicas: bool, divide_by: float | None, move: Move) -> list[PendingReduction]:
         """Starts to reduce the gradient from autograd and the kept gradients, or zeros if there are none.
 
-        Returns these reductions, and those that matmuls have done in chunks.
+        Returns these reductions, and those that matmuls have done in chunks. `move` starts the moves of gradients.
         """
         there = self.gradients.take_reduced()
         has_any = self.has_gradient or bool(there)
@@ -380,7 +384,7 @@ class Trained:
         taken = self._taken_gradient()
         if not has_any and self.sharded.requires_grad:
             taken = self._zeros()
-        arriving = self.gradients.start(taken, over_replicas, divide_by)
+        arriving = self.gradients.start(taken, over_replicas, divide_by, move)
         return there if arriving is None else [*there, arriving]
 
     def _zeros(self) -> tuple[torch.Tensor, _planner.Layout]:

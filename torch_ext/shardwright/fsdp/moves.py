@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -55,6 +56,15 @@ class Moves:
 
     def __init__(self, layouts: Layouts) -> None:
         self.layouts = layouts
+
+    @property
+    def device_type(self) -> str:
+        return self.layouts.mesh.device_type
+
+    @property
+    def key(self) -> Hashable:
+        """The DeviceMesh and its process groups, as a key."""
+        return self.layouts.mesh, groups.key_of_mesh(self.layouts.mesh)
 
     def __call__(
         self, src: _planner.Layout, dst: _planner.Layout, tensor: torch.Tensor, out: torch.Tensor

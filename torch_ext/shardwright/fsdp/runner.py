@@ -32,10 +32,10 @@ from .calls import MethodCalls
 from .chunks import UnitInChunks
 from .gather import measure
 from .offload import Copy
+from .packing import ALIGNMENT
 from .reductions import Reductions
 from .scheduler import Clock, Key, Plan, Times, Use, are_same, gather_until, held_bytes
 from .units import Unit, forget_written_copies, is_in_backward
-from .weights import ALIGNMENT
 
 MAX_USES = 1 << 16  # longer sequences are not scheduled: forwards with gradients that no backward follows
 MAX_PLANS = 64  # maximum number of kept schedules (FIFO)

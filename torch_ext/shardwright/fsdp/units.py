@@ -26,10 +26,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._native import _runtime
 from ..runtime.agreement import MeshWords, Statement
-from . import offload
+from . import offload, packing
 from .gather import measure
 from .gradients import Reduction
-from .weights import DtypesOf, Version, Weight, aligned, differ
+from .packing import Promise, Together, aligned
+from .weights import DtypesOf, Version, Weight, differ
 
 
 @dataclasses.dataclass
@@ -123,7 +124,7 @@ class Unit:
     @property
     def use_bytes(self) -> int:
         """Bytes that a gather takes, message buffers included, on the rank with the largest shards."""
-        return sum(weight.gathered_bytes for weight in self.weights)
+        return use_bytes(self.weights)
 
     @property
     def sharded_bytes(self) -> int:
@@ -132,8 +133,8 @@ class Unit:
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of the full gradients of one backward, their copies in the dtype of messages included."""
-        return sum(weight.gradient_bytes for weight in self.weights if weight.sharded.requires_grad)
+        """Bytes of the full gradients of one backward, and of their copies for messages."""
+        return gradient_bytes(self.weights)
 
     @property
     def keeps_gradients(self) -> bool:
@@ -163,12 +164,12 @@ class Unit:
     @property
     def gather_ps(self) -> int:
         """The predicted time of a gather, in picoseconds."""
-        return sum(weight.gather_ps for weight in self.weights)
+        return gather_cost(self.weights).ps
 
     @property
     def reduce_ps(self) -> int:
         """The predicted time to reduce all gradients of the unit, in picoseconds."""
-        return sum(weight.reduce_ps for weight in self.weights if weight.sharded.requires_grad)
+        return reduce_cost(self.weights).ps
 
     @property
     def _ahead(self) -> list[Weight]:
@@ -186,10 +187,12 @@ class Unit:
         self._is_gathering = True
         scaled = (weight for weight in self.weights if weight.gather.format.needs_largest)
         measure(weight.measured for weight in scaled if weight.gather.needs_measure(weight.source))
+        together = Together()
         with contextlib.nullcontext() if self.host is None else self.host.fetching():
             for weight in self._ahead:
-                weight.start_gather(memory, offset_bytes, from_kept)
+                weight.start_gather(memory, offset_bytes, from_kept, together.of(weight.moves))
                 offset_bytes += weight.gathered_bytes
+            together.start(memory[offset_bytes:])
 
     def start_gather_alone(self) -> None:
         """Starts to gather into newly allocated memory, outside the arena."""
@@ -358,10 +361,16 @@ class Unit:
         All ranks pass the same weights.
         """
         reduction = Reduction([])
+        together = Together()
         unit_options = self.unit_options
         for weight in weights:
-            for arriving in weight.start_reduction(unit_options.reduces_over_replicas, unit_options.divides_by):
+            how = unit_options.reduces_over_replicas, unit_options.divides_by, together.of(weight.moves)
+            for arriving in weight.start_reduction(*how):
                 reduction.under_way.append((unit_options.hooked(weight.add_gradient), arriving))
+        together.start()
+        for _, arriving in reduction.under_way:
+            if isinstance(arriving.work, Promise) and arriving.work.is_shared:
+                arriving.sent = None
         return reduction if reduction.under_way else None
 
     def keep_gradients(self) -> None:
@@ -395,6 +404,31 @@ class Unit:
         self._gathered_from = []
         for weight in self.weights:
             weight.forget_copy()
+
+
+def gather_cost(weights: Sequence[Weight]) -> packing.Cost:
+    """Returns the predicted cost to gather weights of a unit together, from their shards."""
+    return packing.cost_of([each for weight in weights for each in weight.gathers])
+
+
+def reduce_cost(weights: Sequence[Weight]) -> packing.Cost:
+    """Returns the predicted cost to reduce the gradients of weights of a unit together."""
+    trained = (weight for weight in weights if weight.sharded.requires_grad)
+    return packing.cost_of([each for weight in trained for each in weight.reductions])
+
+
+def use_bytes(weights: Sequence[Weight]) -> int:
+    """Returns the bytes that a gather of weights of a unit takes in the arena."""
+    from_kept = packing.cost_of([each for weight in weights for each in weight.gathers_from_kept])
+    packed = max(gather_cost(weights).received_bytes, from_kept.received_bytes)
+    return sum(weight.gathered_bytes for weight in weights) + packed
+
+
+def gradient_bytes(weights: Sequence[Weight]) -> int:
+    """Returns the bytes of full gradients of weights of a unit, and of their copies for messages."""
+    cost = reduce_cost(weights)
+    full = sum(weight.gradient_bytes for weight in weights if weight.sharded.requires_grad)
+    return full + cost.sent_bytes + cost.received_bytes
 
 
 def _note_gradient(unit: weakref.ref[Unit], _: torch.Tensor) -> None:

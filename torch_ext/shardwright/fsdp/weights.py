@@ -26,10 +26,11 @@ from ..runtime import executables, plain_tensors
 from ..transfers.current import owners as tensor_owners
 from . import extensions, moves, offload
 from .formats import Dtypes, with_dtype
-from .gather import Measured, WeightGather
+from .gather import Measured, Move, WeightGather
 from .gradients import Gradients, Trained
 from .layouts import Layouts, most_bytes
 from .moves import Moves
+from .packing import Pair, aligned
 
 
 class Product(Protocol):
@@ -51,13 +52,6 @@ Version: TypeAlias = tuple[nn.Parameter, tuple[int, ...]]  # a sharded parameter
 DtypesOf: TypeAlias = Callable[
     [str, nn.Parameter, "Sequence[tuple[nn.Module, str]]", Layouts], "tuple[Dtypes, Product | None]"
 ]
-
-ALIGNMENT = 256  # bytes, of each buffer of a weight in the arena
-
-
-def aligned(size_bytes: int) -> int:
-    """Rounds up to a multiple of ALIGNMENT."""
-    return -(-size_bytes // ALIGNMENT) * ALIGNMENT
 
 
 class Weight(Trained):
@@ -380,8 +374,11 @@ class Weight(Trained):
             self._refresh.wait()
             self._refresh = None
 
-    def start_gather(self, memory: torch.Tensor, offset_bytes: int, from_kept: bool) -> None:
-        """Starts to gather, from the shards or the kept copy, into memory that the caller keeps until `release`."""
+    def start_gather(self, memory: torch.Tensor, offset_bytes: int, from_kept: bool, move: Move | None = None) -> None:
+        """Starts to gather, from the shards or the kept copy, into memory that the caller keeps until `release`.
+
+        `move` starts the moves instead of `moves`.
+        """
         self.finish_refresh()
         if self.is_held:
             return
@@ -393,7 +390,7 @@ class Weight(Trained):
             _runtime.view_arena(self.memory, memory, offset_bytes)
         # `.data` has its own version counter, so autograd does not see a gather as a change of saved tensors.
         if from_kept and self.kept is not None and self._copy is not None:
-            self.gather.start_from_copy(*self._copy, self.kept, self.memory.data)
+            self.gather.start_from_copy(self._copy, self.kept, self.memory.data, move or self.moves)
             return
         offset_bytes += aligned(self.full_bytes)
         buffers = []
@@ -405,7 +402,7 @@ class Weight(Trained):
             part = self._host.fetch(self.part, buffers.pop())
         if self.product is not None and self.product.scales_bytes > 0:
             self.scales = buffers.pop()
-        self.gather.start(self.use, part, self.memory.data, buffers)
+        self.gather.start(self.use, part, self.memory.data, buffers, move)
 
     def finish_gather(self) -> None:
         """Waits for the gather. With a product, messages are decoded to the full weight only after a `read`."""
@@ -457,17 +454,20 @@ class Weight(Trained):
             _runtime.release_memory(self.memory, self._when_read)
 
     @property
-    def gather_ps(self) -> int:
-        """The predicted time of a gather, in picoseconds."""
-        if self.is_held:
-            return 0
-        sent = self.gather.format
-        return sum(map(self.moves.predicted_ps, sent.layouts(self.shards), sent.layouts(self.use)))
+    def gathers(self) -> list[tuple[Moves, Pair]]:
+        """The moves of a gather from the shards."""
+        return [] if self.is_held else [(self.moves, pair) for pair in self.gather.pairs(self.use)]
 
     @property
-    def reduce_ps(self) -> int:
+    def gathers_from_kept(self) -> list[tuple[Moves, Pair]]:
+        """The moves of a gather from the kept copy, or from the shards if there is none."""
+        return self.gathers if self.kept is None or self._copy is None else [(self.moves, self._copy)]
+
+    @property
+    def reductions(self) -> list[tuple[Moves, Pair]]:
+        """The move of a gradient with the placements of the weight in use."""
         dtype = self.gradients.dtypes.gradients
-        return self.moves.predicted_ps(with_dtype(self.layouts.usual_gradient, dtype), with_dtype(self.store, dtype))
+        return [(self.moves, (with_dtype(self.layouts.usual_gradient, dtype), with_dtype(self.store, dtype)))]
 
 
 def differ(before: list[Version], now: list[Version]) -> bool:

@@ -1,0 +1,362 @@
+"""Small moves of a unit's weights that share one message.
+
+A message takes a constant time besides the time for its bytes. So small tensors are packed: their parts are copied to
+one buffer, which is moved in one message, and from the received buffer to their outputs. Example: weights of 4 x 3 and
+8 elements are gathered from two ranks. Each rank sends the 6 + 4 elements of its shards. It copies elements 0-5 and
+10-15 of the 20 that it receives to the first weight, and 6-9 and 16-19 to the second.
+
+Moves share a message if they are on one mesh and communicate over the same mesh dims, in sums also with one dtype, and
+if the copies of each tensor take less time than a message. This depends on layouts alone, so all ranks decide the same.
+
+    cut      the mesh dim over which one side of a move is sharded; the other side, the *whole*, has the parts of all
+             coordinates along it
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from .._native import _planner
+from ..layouts.layout import Layout
+from ..runtime import executables
+from .moves import Moves
+
+Pair: TypeAlias = tuple[_planner.Layout, _planner.Layout]  # source and target of a move
+
+ALIGNMENT = 256  # bytes, of each buffer in the arena
+
+# Speed of copies to and from a message, by device type. On GPUs about a third of the memory bandwidth.
+COPIED_BYTES_PER_US = {"cpu": 4e3, "cuda": 1e6}
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SHARDED = re.compile(r"(?:S|SS|Ragged)\((\d+)")  # placements whose parts are intervals
+
+
+def aligned(size_bytes: int) -> int:
+    """Rounds up to a multiple of ALIGNMENT."""
+    return -(-size_bytes // ALIGNMENT) * ALIGNMENT
+
+
+class _Kind(NamedTuple):
+    """The communication of a move."""
+
+    mesh: _planner.Mesh
+    dtype: str  # of sums; "uint8" for gathers, which move bytes
+    # By mesh dim: "" for equal data on its ranks and no communication, "own" for other data and no communication,
+    # "gather", or the reduction, such as "P(avg)".
+    dims: tuple[str, ...]
+    cut: int | None  # None if all data is reduced to all ranks
+
+    @property
+    def gathers(self) -> bool:
+        return self.cut is not None and self.dims[self.cut] == "gather"
+
+
+def _kind_of(src: _planner.Layout, dst: _planner.Layout) -> _Kind | None:
+    """Returns the kind of a move; None if it communicates nothing, or cannot share a message."""
+    if max(src.flattened, dst.flattened) > 1 or src.mesh != dst.mesh or src.dtype != dst.dtype:
+        return None
+    dims = []
+    cuts = []
+    for dim, (p, q) in enumerate(zip(src.placements, dst.placements)):
+        is_reduced = p.startswith("P(") and (q == "R" or _SHARDED.match(q) is not None)
+        is_gathered = q == "R" and _SHARDED.match(p) is not None
+        if p == q or src.mesh.shape[dim] == 1:
+            dims.append("own" if p != "R" and src.mesh.shape[dim] > 1 else "")
+        elif is_reduced or is_gathered:
+            dims.append(p if is_reduced else "gather")
+            if is_gathered or q != "R":
+                cuts.append(dim)
+        else:
+            return None
+    operations = {text for text in dims if text not in ("", "own")}
+    if not operations or len(cuts) > 1 or (len(operations) > 1 and "gather" in operations):
+        return None
+    return _Kind(src.mesh, "uint8" if "gather" in operations else src.dtype, tuple(dims), next(iter(cuts), None))
+
+
+class _Item(NamedTuple):
+    """The parts of a tensor in a message, by coordinate along the cut."""
+
+    move: int  # index of the move
+    dtype: torch.dtype
+    dim: int  # the tensor dim that is cut
+    numels: list[int]
+    bounds: list[tuple[int, int]]  # of the parts along `dim`, in this rank's tensor of the whole
+    whole: list[int]  # shape of this rank's tensor of the whole
+
+    @property
+    def is_even(self) -> bool:
+        """True if the parts are equal, and follow each other in a contiguous tensor."""
+        return self.dim == 0 and len(set(self.numels)) == 1
+
+    def parts(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        """Returns the parts as views of the whole, which may be viewed as a smaller dtype along its last dim."""
+        if not self.whole:
+            return [whole]
+        times = self.dtype.itemsize // whole.itemsize if self.dim == len(self.whole) - 1 else 1
+        return [whole.narrow(self.dim, begin * times, (end - begin) * times) for begin, end in self.bounds]
+
+
+def _item_of(index: int, kind: _Kind, src: _planner.Layout, dst: _planner.Layout) -> _Item | None:
+    """Returns the parts of a move; None if they are not intervals, or have other sizes elsewhere on the mesh."""
+    cut, whole = (src, dst) if kind.gathers else (dst, src)
+    found = None if kind.cut is None else _SHARDED.match(cut.placements[kind.cut])
+    dim = 0 if found is None else int(found[1])
+    count = 1 if kind.cut is None else kind.mesh.shape[kind.cut]
+    numels: list[set[int]] = [set() for _ in range(count)]
+    bounds = [(0, 0)] * count
+    own = kind.mesh.coordinate(dist.get_rank())
+    shape: list[int] = []
+    for rank in kind.mesh.ranks:
+        at = kind.mesh.coordinate(rank)
+        assert at is not None and own is not None
+        lengths, numel = [], 1
+        for d, (inner, outer) in enumerate(zip(cut.region(rank), whole.region(rank), strict=True)):
+            length = sum(end - begin for begin, end in outer)
+            interval = _within(inner, outer)
+            if interval is None or (d != dim and interval != (0, length)):
+                return None
+            if d == dim and all(a == b or other == kind.cut for other, (a, b) in enumerate(zip(at, own))):
+                bounds[0 if kind.cut is None else at[kind.cut]] = interval
+            numel *= interval[1] - interval[0]
+            lengths.append(length)
+        numels[0 if kind.cut is None else at[kind.cut]].add(numel)
+        shape = lengths if rank == dist.get_rank() else shape
+    if any(len(each) > 1 for each in numels):
+        return None
+    return _Item(index, getattr(torch, src.dtype), dim, [each.pop() for each in numels], bounds, shape)
+
+
+def _within(inner: list[tuple[int, int]], outer: list[tuple[int, int]]) -> tuple[int, int] | None:
+    """Returns the position of intervals in a list of larger ones, counted without gaps; None if it has gaps itself."""
+    found: list[tuple[int, int]] = []
+    starts = [0, *itertools.accumulate(end - begin for begin, end in outer)]
+    for begin, end in inner:
+        at = next((s + begin - b for s, (b, e) in zip(starts, outer) if b <= begin and end <= e), None)
+        if at is None or (found and found[-1][1] != at):
+            return None
+        found.append((at, at + end - begin))
+    return (found[0][0], found[-1][1]) if found else (0, 0)
+
+
+class Message:
+    """A message that several moves share."""
+
+    def __init__(self, kind: _Kind, items: Sequence[_Item]) -> None:
+        self.items = items
+        self.gathers = kind.gathers
+        # The dtype of copies: that of all tensors, or an integer of the smallest size. Gathers may have several.
+        dtypes = {item.dtype for item in items}
+        self._word = dtypes.pop() if len(dtypes) == 1 else _INTEGERS[min(item.dtype.itemsize for item in items)]
+        self._numels = [[n * item.dtype.itemsize // self._word.itemsize for n in item.numels] for item in items]
+        self._totals = [sum(each) for each in zip(*self._numels)]  # in words, by coordinate along the cut
+        dtype: torch.dtype = getattr(torch, kind.dtype)
+        totals = [total * self._word.itemsize // dtype.itemsize for total in self._totals]
+        own = [dim for dim, text in enumerate(kind.dims) if text == "own"]
+        is_even = len(set(totals)) == 1
+        shards = f"S({len(own)})" if is_even else f"Ragged({len(own)},{':'.join(map(str, totals))})"
+        src, dst = ["R"] * len(kind.dims), ["R"] * len(kind.dims)
+        for dim, text in enumerate(kind.dims):
+            if text == "own":
+                src[dim] = dst[dim] = f"S({own.index(dim)})"
+            elif text == "gather":
+                src[dim] = shards
+            elif text:
+                src[dim], dst[dim] = text, shards if dim == kind.cut else "R"
+        shape = [*(kind.mesh.shape[dim] for dim in own), sum(totals)]
+        self.src, self.dst = (Layout(kind.mesh, shape, placements, dtype) for placements in (src, dst))
+        self._dtype, self._local_shape = dtype, (*[1] * len(own), -1)
+        at = kind.mesh.coordinate(dist.get_rank())
+        assert at is not None
+        self._total = self._totals[0 if kind.cut is None else at[kind.cut]]  # of this rank's part
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes of the receive buffer, on the rank with the largest one."""
+        return self._word.itemsize * (sum(self._totals) if self.gathers else max(self._totals))
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of the send buffer, on the rank with the largest one."""
+        return self._word.itemsize * (max(self._totals) if self.gathers else sum(self._totals))
+
+    def start(
+        self, moves: Moves, sources: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], memory: torch.Tensor
+    ) -> SharedWork:
+        """Copies the sources to a buffer and starts to move it into `memory`. The work copies it to the outputs."""
+        num_sent, num_received = (self._total, sum(self._totals))[:: 1 if self.gathers else -1]
+        sent = torch.empty(num_sent, dtype=self._word, device=sources[0].device)
+        received = memory[: num_received * self._word.itemsize].view(self._word)
+        self._copy(sent, sources, not self.gathers, False)
+        local, out = (each.view(self._dtype).view(self._local_shape) for each in (sent, received))
+        work = executables.start_into(moves.executable(self.src, self.dst), local, out)
+        return SharedWork(work, lambda: self._copy(received, outputs, self.gathers, True), sent)
+
+    @torch.no_grad()
+    def _copy(self, buffer: torch.Tensor, tensors: Sequence[torch.Tensor], are_whole: bool, is_out: bool) -> None:
+        """Copies the parts of tensors to the message's buffer, or back (`is_out`). `are_whole`: tensors have all."""
+        of_buffer: list[torch.Tensor] = []
+        of_tensors: list[torch.Tensor] = []
+        begins = [0, *itertools.accumulate(self._totals[:-1])] if are_whole else [0]
+        rows = buffer.view(len(self._totals), -1) if are_whole and len(set(self._totals)) == 1 else None
+        for item, numels, tensor in zip(self.items, self._numels, tensors, strict=True):
+            if tensor.dtype != self._word:
+                tensor = tensor if is_out else tensor.contiguous()
+                tensor = (tensor if tensor.dim() > 0 else tensor.view(1)).view(self._word)
+            if not are_whole:
+                numels = [tensor.numel()]
+            if rows is not None and item.is_even and tensor.is_contiguous():
+                # The parts follow each other in the tensor, and are columns of the rows that ranks send.
+                parts = [tensor.view(len(rows), -1)]
+                views = [rows[:, begins[0] : begins[0] + numels[0]]]
+            else:
+                parts = item.parts(tensor) if are_whole else [tensor]
+                views = [buffer[b : b + n].view(part.shape) for b, n, part in zip(begins, numels, parts, strict=True)]
+            of_buffer += views
+            of_tensors += parts
+            begins = [begin + numel for begin, numel in zip(begins, numels, strict=True)]
+        torch._foreach_copy_(*(of_tensors, of_buffer) if is_out else (of_buffer, of_tensors))
+
+
+class SharedWork:
+    """A message in progress. Each move that shares it may wait; the first one also copies the results."""
+
+    def __init__(self, work: dist.Work | None, copy_out: Callable[[], None], sent: torch.Tensor) -> None:
+        self._work = work
+        self._copy_out: Callable[[], None] | None = copy_out  # None after the first `wait`
+        self._sent: torch.Tensor | None = sent  # kept until the message has ended
+
+    def wait(self) -> None:
+        if self._copy_out is not None:
+            if self._work is not None:
+                self._work.wait()
+            self._copy_out()
+            self._work = self._copy_out = self._sent = None
+
+    def is_completed(self) -> bool:
+        return self._work is None or self._work.is_completed()
+
+
+def messages_of(device_type: str, pairs: Sequence[Pair]) -> list[Message]:
+    """Returns the messages that moves with these layouts on one DeviceMesh share. Other moves have their own."""
+    return _messages_of(device_type, COPIED_BYTES_PER_US.get(device_type, COPIED_BYTES_PER_US["cuda"]), *pairs)
+
+
+@executables.cached
+def _messages_of(device_type: str, copied_bytes_per_us: float, *pairs: Pair) -> list[Message]:
+    of_kind: dict[_Kind, list[_Item]] = {}
+    for index, (src, dst) in enumerate(pairs):
+        kind = _kind_of(src, dst)
+        item = None if kind is None else _item_of(index, kind, src, dst)
+        if kind is not None and item is not None:
+            of_kind.setdefault(kind, []).append(item)
+    small = ((kind, _small(kind, items, device_type, copied_bytes_per_us)) for kind, items in of_kind.items())
+    return [Message(kind, items) for kind, items in small if len(items) > 1]
+
+
+def _small(kind: _Kind, items: list[_Item], device_type: str, copied_bytes_per_us: float) -> list[_Item]:
+    """Returns the items whose copies take less time than a message of one element for each rank."""
+    empty = Message(kind, [items[0]._replace(numels=[1] * len(items[0].numels))])
+    message_us = executables.make_plan(empty.src, empty.dst, device_type).predicted_us
+    most = message_us * copied_bytes_per_us
+    return [item for item in items if sum(item.numels) * item.dtype.itemsize <= most]
+
+
+class _Call(NamedTuple):
+    """A move that waits for `Together.start`."""
+
+    moves: Moves
+    src: _planner.Layout
+    dst: _planner.Layout
+    tensor: torch.Tensor
+    out: torch.Tensor
+    promise: Promise
+
+
+class Promise:
+    """The work of a move that waits for `Together.start`."""
+
+    def __init__(self) -> None:
+        self.work: dist.Work | SharedWork | None = None  # None before the start, and if the move is done
+
+    def wait(self) -> None:
+        if self.work is not None:
+            self.work.wait()
+
+    def is_completed(self) -> bool:
+        return self.work is None or self.work.is_completed()
+
+    @property
+    def is_shared(self) -> bool:
+        """True if the tensor was copied to a message that other moves share."""
+        return isinstance(self.work, SharedWork)
+
+
+class Together:
+    """Collects moves of several weights, and starts them with as few messages as `messages_of` allows."""
+
+    def __init__(self) -> None:
+        self._calls: dict[Hashable, list[_Call]] = {}  # by DeviceMesh
+
+    def of(self, moves: Moves) -> Callable[[_planner.Layout, _planner.Layout, torch.Tensor, torch.Tensor], Promise]:
+        """Returns a function that adds a move of one weight, with the arguments of `Moves`."""
+
+        def add(src: _planner.Layout, dst: _planner.Layout, tensor: torch.Tensor, out: torch.Tensor) -> Promise:
+            call = _Call(moves, src, dst, tensor, out, Promise())
+            self._calls.setdefault(moves.key, []).append(call)
+            return call.promise
+
+        return add
+
+    def start(self, memory: torch.Tensor | None = None) -> None:
+        """Starts all moves. Messages are received in `memory` (bytes) as far as it suffices, then in new memory."""
+        for calls in self._calls.values():
+            shared = set[int]()
+            for message in messages_of(calls[0].moves.device_type, [(call.src, call.dst) for call in calls]):
+                own = [calls[item.move] for item in message.items]
+                buffer, memory = _taken(memory, message.received_bytes, own[0].out.device)
+                work = message.start(own[0].moves, [c.tensor for c in own], [c.out for c in own], buffer)
+                for call in own:
+                    call.promise.work = work
+                shared.update(item.move for item in message.items)
+            for index, call in enumerate(calls):
+                if index not in shared:
+                    call.promise.work = call.moves(call.src, call.dst, call.tensor, call.out)
+
+
+def _taken(memory: torch.Tensor | None, size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Returns the first `size` bytes of `memory` and the rest; if `memory` is too small, a new buffer and `memory`."""
+    if memory is None or memory.numel() < size:
+        return torch.empty(size, dtype=torch.uint8, device=device), memory
+    return memory[:size], memory[aligned(size) :]
+
+
+class Cost(NamedTuple):
+    """The predicted cost of moves that start together."""
+
+    ps: int  # time in picoseconds
+    received_bytes: int  # receive buffers of shared messages
+    sent_bytes: int  # send buffers of shared messages
+
+
+def cost_of(pairs: Sequence[tuple[Moves, Pair]]) -> Cost:
+    """Returns the cost of moves that start together."""
+    on_mesh: dict[Hashable, list[tuple[Moves, Pair]]] = {}
+    for moves, pair in pairs:
+        on_mesh.setdefault(moves.key, []).append((moves, pair))
+    ps = received = sent = 0
+    for group in on_mesh.values():
+        moves = group[0][0]
+        messages = messages_of(moves.device_type, [pair for _, pair in group])
+        shared = {item.move for message in messages for item in message.items}
+        ps += sum(moves.predicted_ps(message.src, message.dst) for message in messages)
+        ps += sum(moves.predicted_ps(*pair) for index, (_, pair) in enumerate(group) if index not in shared)
+        received += sum(aligned(message.received_bytes) for message in messages)
+        sent += sum(aligned(message.sent_bytes) for message in messages)
+    return Cost(ps, received, sent)
