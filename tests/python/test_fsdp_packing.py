@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -77,8 +76,7 @@ def _packed_and_not(mesh_shape: tuple[int, ...], case: str) -> None:
     if case == "second dim":
         options = {"shard_placement_fn": lambda p: Shard(p.ndim - 1)}
     elif case == "mixed":
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        options = {"mp_policy": policy, "message_format": lambda p: "float8" if p.ndim > 1 else None}
+        options = {"message_format": lambda p: "float8" if p.ndim > 1 else None}
         most_calls = 6  # an exchange of scales for each gather, and gradients in two dtypes
     found = []
     for context in (contextlib.nullcontext(), without_packing()):

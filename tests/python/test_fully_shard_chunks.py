@@ -34,6 +34,7 @@ def make(mesh: Any, width: int = 10, **options: Any) -> Mlp:
     return shard(Mlp(width, tied=False).to(meshes.device), flat_fully_shard, mesh, outermost=options)
 
 
+@without_packing()  # weights that share a message would be faster than in chunks
 def _trains(mesh_shape: tuple[int, ...]) -> None:
     mesh, width = get_mesh(mesh_shape), 256
     runner, api.Runner = api.Runner, Timed  # type: ignore[misc]
@@ -65,19 +66,9 @@ def _trains(mesh_shape: tuple[int, ...]) -> None:
         api.Runner = runner  # type: ignore[misc]
 
 
-def _trains_over_replicas() -> None:
-    """Gradients that are packed into one message would be faster than chunks."""
-    with without_packing():
-        _trains((2, 2))
-
-
-@pytest.mark.parametrize("mesh_shape", [(2,), (3,)], ids=str)
+@pytest.mark.parametrize("mesh_shape", [(2,), (3,), (2, 2)], ids=str)
 def test_trains_as_the_unsharded_model(pool: Pool, mesh_shape: tuple[int, ...]) -> None:
     pool.run(_trains, torch.Size(mesh_shape).numel(), mesh_shape)
-
-
-def test_trains_as_the_unsharded_model_over_replicas(pool: Pool) -> None:
-    pool.run(_trains_over_replicas, 4)
 
 
 class Odd(nn.Module):
