@@ -209,10 +209,14 @@ def _reshard_and_prefetch_settings() -> None:
         backwards = [i for i, line in enumerate(str(prefetched).splitlines()) if "backward Mlp, layers" in line]
         starts = [start for unit, _, start, *_ in prefetched.gathers if unit == 2]
         assert starts[-1] == backwards[1] if not modules else starts[-1] <= backwards[0], modules
+    (before,) = sw.fsdp.schedules(model)
     model.layers[0].set_reshard_after_forward(False)
     (stays,) = sw.fsdp.schedules(model)
     assert [unit for unit, *_ in stays.gathers].count(1) == 1
     assert step(4) < plain
+    for is_resharded, expected in ((True, before), (False, stays)):  # options that had a schedule get it back
+        model.layers[0].set_reshard_after_forward(is_resharded)
+        assert sw.fsdp.schedules(model) == [expected]
     with pytest.raises(ValueError, match=r"budget_bytes must be at least \d+, got 8000"):
         model.set_reshard_after_forward(False)
     model.set_reshard_after_forward(True)

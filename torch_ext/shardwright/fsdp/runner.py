@@ -19,7 +19,7 @@ from __future__ import annotations
 import bisect
 import functools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ from .offload import Copy
 from .packing import ALIGNMENT
 from .reductions import Reductions
 from .scheduler import Clock, Key, Plan, Times, Use, are_same, gather_until, held_bytes
-from .units import Unit, forget_written_copies, is_in_backward
+from .units import Unit, forget_written_copies, is_in_backward, options_of
 
 MAX_USES = 1 << 16  # longer sequences are not scheduled: forwards with gradients that no backward follows
 MAX_PLANS = 64  # maximum number of kept schedules (FIFO)
@@ -52,8 +52,7 @@ class Runner:
         self._in_chunks = [UnitInChunks(unit) for unit in units] if in_chunks else []
         self.memory_limit = memory_limit
         self.prefetch = prefetch
-        weights = (weight for unit in units for weight in unit.weights)
-        self.device = next((weight.memory.device for weight in weights), torch.device("cpu"))
+        self.device = next((w.memory.device for unit in units for w in unit.weights), torch.device("cpu"))
         self._index = {id(unit): index for index, unit in enumerate(units)}
         for unit in units:
             unit.runner = weakref.ref(self)
@@ -253,7 +252,6 @@ class Runner:
     def _end_sequence(self) -> None:
         """Ends the sequence. Schedules it if it differed from its schedule, or if times are new."""
         key, uses, plan, clock, is_too_long = self._key, self._uses, self._plan, self._clock, self._is_too_long
-        is_as_planned = plan is not None and are_same(plan.uses, uses)
         activations = self._activations
         self._drain()
         copies = [[] if unit.host is None else unit.host.end_timing() for unit in self.units]
@@ -262,21 +260,26 @@ class Runner:
             return
         while key not in self._plans and len(self._plans) >= MAX_PLANS:
             del self._plans[next(iter(self._plans))]
-        if plan is None or not is_as_planned:
-            self._follow(key, uses, None)
+        if plan is None or not are_same(plan.uses, uses):
+            self._follow(key, uses, None, {})
         elif clock is not None and plan.timed is None:
-            self._follow(key, uses, self._agreed_times(clock, copies, plan.schedule, activations))
+            self._follow(key, uses, self._agreed_times(clock, copies, plan.schedule, activations), {})
         if clock is not None and scheduler.listener is not None:
             scheduler.listener.hear(self._plans[key].schedule, [unit.name for unit in self.units], clock, copies)
 
     def reschedule(self) -> None:
         """Makes all schedules again with the current unit options, for the sequences that begin after this call."""
+        options = options_of(self.units)
         for key, plan in self._plans.items():
-            self._follow(key, plan.uses, plan.timed)
+            if self._in_chunks or options not in plan.variants:
+                self._follow(key, plan.uses, plan.timed, plan.variants)
+            else:
+                self._plans[key] = plan.variants[options]
 
-    def _follow(self, key: Key, uses: list[Use], timed: Times | None) -> None:
+    def _follow(self, key: Key, uses: list[Use], timed: Times | None, variants: dict[Hashable, Plan]) -> None:
         """Schedules the next sequence with this key. Grows the arena now, because a captured step cannot."""
-        self._plans[key] = plan = Plan(uses, self._schedule(key, uses, timed), timed)
+        plan = variants[options_of(self.units)] = Plan(uses, self._schedule(key, uses, timed), timed, variants)
+        self._plans[key] = plan
         if self._arena.numel() < plan.schedule.arena_bytes:
             self._arena = torch.empty(plan.schedule.arena_bytes, dtype=torch.uint8, device=self.device)
 
@@ -284,9 +287,9 @@ class Runner:
         self, clock: Clock, copies: list[list[Copy]], schedule: StepSchedule, activations: scheduler.StepActivations
     ) -> Times:
         """Returns times that are equal on all ranks; zeros if units are on several meshes."""
-        meshes = {weight.mesh for unit in self.units for weight in unit.weights}
-        times = scheduler.agreed_times(scheduler.measured(clock, copies, schedule), meshes, self.device)
-        return times._replace(activations=scheduler.agreed_events(activations.events(), meshes, self.device))
+        where = {weight.mesh for unit in self.units for weight in unit.weights}, self.device
+        times = scheduler.agreed_times(scheduler.measured(clock, copies, schedule), *where)
+        return times._replace(activations=scheduler.agreed_events(activations.events(), *where))
 
     def _schedule(self, key: Key, uses: list[Use], timed: Times | None) -> StepSchedule:
         """Returns the schedule of a sequence. To StepSchedule, a unit is one weight. `timed`: None before times."""
@@ -305,19 +308,18 @@ class Runner:
         }
         budget = self.memory_limit
         if budget is None:  # computed without times, so that the memory limit does not depend on them
-            ahead = 1 if self.prefetch is None else self.prefetch
-            budget = overlapping_budget_bytes(weights, parts, prefetch=ahead, **options)
+            options["prefetch"] = 1 if self.prefetch is None else self.prefetch
+            budget = overlapping_budget_bytes(weights, parts, **options)
         trains = key.records and key.kind == "forward"
-        reduces = [does and not keeps for does, keeps in zip(key.reduces, key.keeps, strict=True)]
         forms = []
         for unit_index, each in enumerate(self._in_chunks):
             gathers = trains and unit_index not in self._recomputed  # a recomputation gathers it in full
             made = [(which, i) for i, use in enumerate(uses) for unit, which in use.made if unit == unit_index]
-            form = each.form(gathers, trains and reduces[unit_index], made)
+            form = each.form(gathers, trains and key.reduces[unit_index] and not key.keeps[unit_index], made)
             if form is not None:
                 forms.append((unit_index, *form))
-        options.update(forms=forms, may_add_chunks=self.memory_limit is None)
-        return StepSchedule(weights, parts, budget_bytes=budget, prefetch=self.prefetch, **options)
+        options.update(forms=forms, may_add_chunks=self.memory_limit is None, prefetch=self.prefetch)
+        return StepSchedule(weights, parts, budget_bytes=budget, **options)
 
     def _drain(self, keeps_held: bool = True) -> None:
         """Ends the sequence: waits for all transfers, and releases units, except held ones if `keeps_held`."""
@@ -332,8 +334,6 @@ class Runner:
         self._uses = []
         self._is_used = self._is_too_long = False
         self._plan = self._clock = None
-
-    # Uses
 
     def _next(self, kind: str) -> None:
         """Ends the running use, and begins the next if units are open. Called when the set of open units changes."""

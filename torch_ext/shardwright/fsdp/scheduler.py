@@ -12,7 +12,7 @@ import hashlib
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -336,7 +336,14 @@ def gather_until(units: Sequence[Unit], uses: Sequence[Use]) -> list[int]:
 class Plan:
     """A schedule, and the actions that the runner takes in each use."""
 
-    def __init__(self, uses: list[Use], schedule: _planner.StepSchedule, timed: Times | None) -> None:
+    def __init__(
+        self,
+        uses: list[Use],
+        schedule: _planner.StepSchedule,
+        timed: Times | None,
+        variants: dict[Hashable, Plan],
+    ) -> None:
+        self.variants = variants  # plans of the same uses and times, by `options_of` (units.py); shared by all of them
         self.uses = uses  # the recorded sequence
         self.schedule = schedule
         self.timed = timed  # the times it was made from; None if no step was timed

@@ -17,7 +17,7 @@ import contextlib
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,6 +64,16 @@ class UnitOptions:
             add(gradient)
 
         return add_after_hook
+
+
+def options_of(units: Sequence[Unit]) -> Hashable:
+    """Returns a key of everything users can change between steps that a schedule depends on."""
+
+    def of(unit: Unit) -> Hashable:
+        values = (tuple(each) if isinstance(each, list) else each for each in vars(unit.unit_options).values())
+        return (*values, *(weight.sharded.requires_grad for weight in unit.weights))
+
+    return tuple(map(of, units))
 
 
 class Unit:
