@@ -131,10 +131,21 @@ class Weight(Trained):
         if layouts.kept is not None and not self.is_held:
             self.kept = _empty(layouts.kept[0], dtypes.use, device)
         self.kept_bytes = 0 if self.kept is None or self._copy is None else most_bytes(self._copy[0])
+        self._set_pairs(dtypes)
         self.drop_kept()
         self.release()
         if self.has_copy:
             self.note_contents()
+
+    def _set_pairs(self, dtypes: Dtypes) -> None:
+        """Sets the layouts of all moves, from which the cost of a unit's gathers and reductions follows."""
+        sent = dtypes.gradients
+        gradient = with_dtype(self.layouts.usual_gradient, sent), with_dtype(self.store, sent)
+        # The moves of a gather from the shards, and of one from the kept copy, if there is one.
+        self.gathers = [] if self.is_held else [(self.moves, pair) for pair in self.gather.pairs(self.use)]
+        copies: list[Pair] = [] if self.kept is None or self._copy is None else [self._copy]
+        self.gathers_from_kept = [(self.moves, pair) for pair in copies] or self.gathers
+        self.reductions = [(self.moves, gradient)]  # of a gradient with the placements of the weight in use
 
     def _set_full(self, full: torch.Tensor) -> None:
         """Makes a tensor in layout `use` the parameter `whole`, and watches its gradients."""
@@ -452,22 +463,6 @@ class Weight(Trained):
             self.extension.release()
         if not self.is_held and not self.memory.is_meta:
             _runtime.release_memory(self.memory, self._when_read)
-
-    @property
-    def gathers(self) -> list[tuple[Moves, Pair]]:
-        """The moves of a gather from the shards."""
-        return [] if self.is_held else [(self.moves, pair) for pair in self.gather.pairs(self.use)]
-
-    @property
-    def gathers_from_kept(self) -> list[tuple[Moves, Pair]]:
-        """The moves of a gather from the kept copy, or from the shards if there is none."""
-        return self.gathers if self.kept is None or self._copy is None else [(self.moves, self._copy)]
-
-    @property
-    def reductions(self) -> list[tuple[Moves, Pair]]:
-        """The move of a gradient with the placements of the weight in use."""
-        dtype = self.gradients.dtypes.gradients
-        return [(self.moves, (with_dtype(self.layouts.usual_gradient, dtype), with_dtype(self.store, dtype)))]
 
 
 def differ(before: list[Version], now: list[Version]) -> bool:
