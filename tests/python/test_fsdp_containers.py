@@ -26,6 +26,12 @@ class Attributes(dict):
         self.__dict__ = self
 
 
+class ByItem(dict):
+    """A dict that looks up attributes as items, so that a missing one raises KeyError."""
+
+    __getattr__ = dict.__getitem__
+
+
 class Row(list):
     pass
 
@@ -79,6 +85,7 @@ WRAPPERS = {
     "dict": lambda x: {"a": x},
     "subclass of dict": lambda x: Batch(a=x),
     "attributes that are items": lambda x: Attributes(a=x),
+    "attributes looked up as items": lambda x: ByItem(a=x),
     "OrderedDict": lambda x: collections.OrderedDict(a=x),
     "defaultdict": lambda x: collections.defaultdict(list, a=x),
     "ModelOutput": lambda x: ModelOutput(logits=x),

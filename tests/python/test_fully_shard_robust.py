@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp_models import Mlp, batch, flat_fully_shard, full, loss_of, shard, whole_loss
 from meshes import get_mesh
@@ -176,3 +176,64 @@ def _double_backward() -> None:
 
 def test_double_backward_raises(pool: Pool) -> None:
     pool.run(_double_backward, 2)
+
+
+def _without_the_outermost_forward() -> None:
+    """Trains by calls of inner modules alone, on their outputs; the outermost module is only unsharded."""
+    mesh = get_mesh((2,))
+
+    def losses(model: Any, x: torch.Tensor) -> list[torch.Tensor]:
+        hidden = model.layers[0](model.enter(x))
+        return [loss_of(torch.nn.Identity(), value) for value in (hidden, model.layers[1](hidden))]
+
+    for backwards in ("one", "two"):
+        model, unsharded = shard(Mlp(tied=False), flat_fully_shard, mesh), Mlp(tied=False)
+        for step in range(3):
+            model.unshard()
+            of_ranks = [losses(unsharded, batch(step, rank)) for rank in range(2)]
+            expected = [torch.stack(each).mean() for each in zip(*of_ranks, strict=True)]
+            for first, second in (losses(model, batch(step)), expected):
+                if backwards == "one":
+                    (first + second).backward()
+                else:
+                    first.backward(retain_graph=True)
+                    second.backward()
+            for p, q in zip(model.parameters(), unsharded.parameters(), strict=True):
+                assert (p.grad is None) == (q.grad is None)
+                if p.grad is not None:
+                    torch.testing.assert_close(full(p.grad), q.grad)
+            model.zero_grad()
+            unsharded.zero_grad()
+    model = shard(Mlp(tied=False), flat_fully_shard, mesh)
+    x = batch(0).requires_grad_()
+    x.register_hook(lambda _: model.unshard())
+    with pytest.raises(RuntimeError, match="Mlp must be used before the backward of the modules in it"):
+        loss_of(model.layers[0], x).backward()
+
+
+def test_gradients_without_the_outermost_forward(pool: Pool) -> None:
+    """No gradient is lost if a backward uses the outermost module's weights before its forward was ever called."""
+    pool.run(_without_the_outermost_forward, 2)
+
+
+def _transposed() -> None:
+    """Weights that are not contiguous train, also with a held shard of another layout than the parameter."""
+    placements = {"placements": lambda p: [Replicate()], "store_placements": lambda p: [Shard(0)]}
+    for options in ({}, placements):
+        unsharded, model = Mlp(tied=False), Mlp(tied=False)
+        for each in (unsharded, model):
+            each.enter.weight = torch.nn.Parameter(each.enter.weight.detach().t())
+        shard(model, flat_fully_shard, get_mesh((2,)), **options)
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (unsharded, model)]
+        for step in range(2):
+            loss_of(model, batch(step)).backward()
+            whole_loss(unsharded, step).backward()
+            for p, q in zip(model.parameters(), unsharded.parameters(), strict=True):
+                torch.testing.assert_close(full(p.grad), q.grad)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def test_transposed_weights(pool: Pool) -> None:
+    pool.run(_transposed, 2)

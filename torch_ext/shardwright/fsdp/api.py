@@ -452,6 +452,11 @@ def _make_runner(outermost: nn.Module, converts: bool) -> Runner:
                 raise argument_error(option, "set in the outermost call only", f"{value!r} for {name}")
         state.unit.name = name or original_class(type(outermost)).__name__
         states.append(state)
+    if any(state.runner is not None and state.runner.is_in_backward for state in states):
+        raise RuntimeError(
+            f"{states[0].unit.name} must be used before the backward of the modules in it, got its first use within "
+            "that backward. Call its forward, or its unshard() before its parameters are used without its forward"
+        )
     for state in states if converts else ():
         state.unit.convert(state.dtypes_of)
     _check_can_gather(outermost, states)

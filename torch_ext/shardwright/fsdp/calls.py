@@ -81,7 +81,7 @@ def mapped(function: Function, value: Any) -> Any:
         return function(value)
     if isinstance(value, PackedSequence):
         return value  # as FSDP2 does
-    if hasattr(value, "__dataclass_fields__") and not isinstance(value, type):
+    if dataclasses.is_dataclass(type(value)):
         return _mapped_dataclass(function, value)
     if isinstance(value, dict):
         items = {key: mapped(function, each) for key, each in value.items()}

@@ -92,6 +92,8 @@ class ShardedModule(FSDPModule):
         unit = _unit_of(self)
         if not unit.is_open:
             getattr(self, ATTRIBUTE).take_up_conversions()
+            if any(module is not self for module in _modules_of(self, True)):  # they may be used without its forward
+                getattr(self, ATTRIBUTE).ready_runner()
             unit.adopt_changes()
             with torch.no_grad():
                 forget_written_copies([unit], unit.device)

@@ -79,7 +79,9 @@ class Runner:
     def schedules(self) -> list[StepSchedule]:
         return [plan.schedule for plan in self._plans.values()]
 
-    # Called by hooks
+    @property
+    def is_in_backward(self) -> bool:
+        return self._end is not None and self._end() is not None
 
     def begin_forward(self, unit: Unit) -> int:
         """Opens the unit and gathers its weights. Returns the number of this forward."""
@@ -191,8 +193,6 @@ class Runner:
         self.reductions.discard()
         self._drain(keeps_held=False)
 
-    # Sequences
-
     def _begin_forwards(self, unit: Unit) -> None:
         """Prepares for a forward while no unit is open. Ends a sequence of forwards that no backward has followed."""
         if self._end is not None:
@@ -207,7 +207,7 @@ class Runner:
 
     def _note_backward(self) -> None:
         """Makes sure that the running backward calls `_end_backward` at its end."""
-        if self._end is not None and self._end() is not None:
+        if self.is_in_backward:
             return
         if self._end is not None:
             self.abort()  # the previous backward has failed: its callback was freed without a call

@@ -475,13 +475,14 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _slice(local: torch.Tensor, layouts: Layouts, layout: Layout) -> torch.Tensor:
-    """Returns this rank's shard of a tensor in layout `use`, without communication, in memory of its own."""
+    """Returns this rank's shard of a tensor in layout `use`, without communication, in contiguous memory of its own."""
     if extensions.is_subclass(local) or extensions.has_extension(local):
         return extensions.cut(local, layouts)
     if local.is_meta:
         return _empty(layout, local.dtype, local.device)
     part = plain_tensors.redistribute_part(local, layouts.use, layout, layouts.mesh, False, True)
-    return part.clone() if part.untyped_storage().data_ptr() == local.untyped_storage().data_ptr() else part
+    is_shared = part.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
+    return part.clone(memory_format=torch.contiguous_format) if is_shared else part.contiguous()
 
 
 def _empty(layout: Layout, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
