@@ -103,7 +103,7 @@ MAX_CODE_LINES = {
     "debug": 213,
     "dtensor": 898,
     "experts": 603,
-    "fsdp": 5399,
+    "fsdp": 5419,
     "graph": 299,
     "integrations": 323,
     "layouts": 447,

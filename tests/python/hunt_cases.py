@@ -242,13 +242,16 @@ def known_fault(case: Case) -> str:
         return "with a store, a backward uses the copies of its forward, whatever was written to parameters since"
     if "regularised" in backwards and any(block.kind in ("parameter_list", "uneven") for block in case.blocks):
         return "a penalty on a parameter of which a rank has no part raises on that rank alone"
+    if any(step.fails == "caught" and step.entry == "checkpoint" for step in case.steps):
+        return "a checkpoint computes again without the error that its forward has caught"
     by_rank = [step for step in case.steps if step.losses == "by_rank"]
     if by_rank and (
         "closure" in (case.output, *(block.output for block in case.blocks))
         or any(step.entry == "checkpoint" for step in by_rank)
     ):
         return "losses of ranks lead to different units, through outputs that no hook opens or one checkpoint"
-    if case.compiled and any(step.losses != "all" for step in case.steps):
+    is_compiled = case.compiled or any(block.compiled for block in case.blocks)
+    if is_compiled and any(step.losses != "all" for step in case.steps):
         return "compiled code has gradients of zeros where no loss leads, as in a model that is not sharded"
     return ""
 

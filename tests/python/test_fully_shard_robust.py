@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import unittest.mock as mock
 import weakref
@@ -237,3 +238,39 @@ def _transposed() -> None:
 
 def test_transposed_weights(pool: Pool) -> None:
     pool.run(_transposed, 2)
+
+
+def _written_before_the_backward() -> None:
+    """Autograd cannot check versions of weights that are gathered. Hooks that do may be disabled in the forward."""
+    model = shard(Mlp(tied=False), flat_fully_shard, get_mesh((2,)))
+    no_hooks = functools.partial(torch.autograd.graph.disable_saved_tensors_hooks, "no hooks")
+    for context in (contextlib.nullcontext, no_hooks):
+        for name in ("layers.1.0.weight", "enter.weight"):
+            with context():
+                loss = loss_of(model, batch(0).requires_grad_())
+            with torch.no_grad():
+                model.get_parameter(name).mul_(2)
+            with pytest.raises(RuntimeError, match="written between a forward and its backward"):
+                loss.backward()
+            model.reset_iter_state()
+    with no_hooks():
+        loss = loss_of(model, batch(0))
+    loss.backward()
+
+
+def test_writes_before_the_backward_raise(pool: Pool) -> None:
+    pool.run(_written_before_the_backward, 2)
+
+
+def _full_parameters_in_an_optimizer() -> None:
+    model: Any = shard(Mlp(), flat_fully_shard, get_mesh((2,)), reshard_after_forward=False)
+    loss_of(model, batch(0))  # without a backward
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(RuntimeError, match=r"must have the sharded parameters of sw.fully_shard, got .* in full"):
+        optimizer.step()
+    model.reset_iter_state()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def test_optimizers_refuse_full_parameters(pool: Pool) -> None:
+    pool.run(_full_parameters_in_an_optimizer, 2)

@@ -27,7 +27,7 @@ from .._planner import StepSchedule
 from ..debug import explaining
 from ..layouts.errors import argument_error
 from ..runtime import groups
-from . import extensions, graphs, offload, scheduler
+from . import extensions, graphs, offload, reads, scheduler
 from .arguments import (
     GIVEN,
     SHARDED,
@@ -352,6 +352,7 @@ class _State:
         forward = runner.begin_forward(unit)
         if is_within_backward or not torch.is_grad_enabled():
             return args, kwargs
+        reads.note_forward(unit, forward)
         if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):  # tree_flatten is slow
             if args[0].requires_grad:
                 args = _AtInputs.apply(functools.partial(runner.end_backward, unit, forward), args[0])  # type: ignore[no-untyped-call]
@@ -406,6 +407,7 @@ def _runner_of(state: weakref.ref[_State], unit: weakref.ref[Unit]) -> Runner:
 def _begin_backward(runner: Runner, unit: Unit, forward: int, gradient: torch.Tensor) -> None:
     """Hook: a gradient has reached an output of the unit's forward number `forward`."""
     check_no_create_graph(unit.name)
+    reads.check_backward(unit, forward)
     runner.begin_backward(unit, forward)
 
 

@@ -9,7 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from .._native import _planner, _runtime
 from ..runtime import executables, groups
@@ -22,6 +26,8 @@ from .layouts import Layouts
 
 _WRITTEN = "_shardwright_written"  # attribute of a parameter: the number of its latest optimizer step
 
+_FULL = "_shardwright_full"  # attribute of a full parameter: its name
+
 _numbers = itertools.count(1)  # shared by all parameters, so numbers are unique
 _is_registered = False
 
@@ -32,7 +38,25 @@ def watch(parameter: nn.Parameter) -> None:
     setattr(parameter, _WRITTEN, next(_numbers))
     if not _is_registered:
         _is_registered = True
+        register_optimizer_step_pre_hook(_check)
         register_optimizer_step_post_hook(_note)
+
+
+def mark_full(parameter: nn.Parameter, name: str) -> None:
+    """Makes optimizers refuse a full parameter, which never gets the reduced gradient."""
+    setattr(parameter, _FULL, name)
+
+
+def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Hook before each optimizer step. Raises RuntimeError if the optimizer has a full parameter."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if (name := getattr(parameter, _FULL, None)) is not None:
+                raise RuntimeError(
+                    f"an optimizer must have the sharded parameters of sw.fully_shard, got {name} in full. Make the "
+                    "optimizer while modules have their sharded parameters: before a forward, or after reshard() or "
+                    "a backward"
+                )
 
 
 def version_of(parameter: Any) -> tuple[int, ...]:
@@ -56,15 +80,8 @@ class Moves:
 
     def __init__(self, layouts: Layouts) -> None:
         self.layouts = layouts
-
-    @property
-    def device_type(self) -> str:
-        return self.layouts.mesh.device_type
-
-    @property
-    def key(self) -> Hashable:
-        """The DeviceMesh and its process groups, as a key."""
-        return self.layouts.mesh, groups.key_of_mesh(self.layouts.mesh)
+        self.device_type = layouts.mesh.device_type
+        self.key: Hashable = layouts.mesh, groups.key_of_mesh(layouts.mesh)  # the DeviceMesh and its process groups
 
     def __call__(
         self, src: _planner.Layout, dst: _planner.Layout, tensor: torch.Tensor, out: torch.Tensor

@@ -26,8 +26,9 @@ from torch.distributed._composable import checkpoint
 from torch.distributed._composable.contract import STATE_KEY
 from torch.distributed.tensor import DTensor
 
+from ..runtime.executables import store
 from .units import Unit
-from .weights import Weight, by_storage
+from .weights import Version, Weight, by_storage, differ
 
 _Pack = Callable[[torch.Tensor], Any]
 _Unpack = Callable[[Any], torch.Tensor]
@@ -95,6 +96,30 @@ class Recording:
                 self._pack._user_hooks = None  # the autograd graph keeps `_pack` alive, but need not keep the hooks
 
 
+_MAX_FORWARDS = 64  # forwards of a unit whose versions are kept
+
+# By unit and forward: versions of the parameters at forwards that could not pack weights.
+_unpacked: weakref.WeakKeyDictionary[Unit, dict[int, list[Version]]] = weakref.WeakKeyDictionary()
+
+
+def note_forward(unit: Unit, forward: int) -> None:
+    """Notes the versions of a unit's parameters if hooks for saved tensors are disabled, for `check_backward`."""
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():
+        store(_unpacked.setdefault(unit, {}), forward, unit.versions, _MAX_FORWARDS)
+
+
+def check_backward(unit: Unit, forward: int) -> None:
+    """Raises RuntimeError if parameters were written since a forward that could not pack them."""
+    before = _unpacked.get(unit, {}).get(forward)
+    if before is not None and differ(before, unit.versions):
+        raise _written(f"parameters of {unit.name} were")
+
+
+def _written(subject: str) -> RuntimeError:
+    needs = "which needs the old values. Write parameters after the backward"
+    return RuntimeError(f"{subject} written between a forward and its backward, {needs}")
+
+
 def _weight_of(tensor: torch.Tensor) -> Weight | None:
     """Returns the weight in whose storage a tensor is; None for other tensors."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
@@ -123,10 +148,7 @@ def unpack(saved: Any) -> torch.Tensor:
     """Returns a tensor that `pack` has packed, and gathers its weight. Raises RuntimeError if it was written."""
     if type(saved) is _Read:
         if saved.weight.version != saved.version:
-            raise RuntimeError(
-                f"{saved.weight.name} was written between a forward and its backward, which needs the old values. "
-                "Write parameters after the backward"
-            )
+            raise _written(f"{saved.weight.name} was")
         saved.unit.read(saved.forward)
         return saved.tensor
     tensor: torch.Tensor = saved.tensor

@@ -159,11 +159,9 @@ class Unit:
     @property
     def keep_bytes(self) -> int:
         """The bytes that must stay from the first use of a step to the last: gathered weights, or kept copies."""
-        return (
-            self.use_bytes
-            if self.unit_options.keep_gathered
-            else sum(aligned(weight.kept_bytes) for weight in self.weights)
-        )
+        if self.unit_options.keep_gathered:
+            return self.use_bytes
+        return sum(aligned(weight.kept_bytes) for weight in self.weights)
 
     @property
     def description(self) -> str:
@@ -190,7 +188,7 @@ class Unit:
         """Starts to gather into `memory`: from the kept copy if it is up to date, otherwise from the shards."""
         self.start_refresh()
         self.is_resident = True
-        now = [(weight.sharded, weight.version) for weight in self.weights]
+        now = self.versions
         from_kept = bool(self._kept_from) and not differ(self._kept_from, now)
         self._gathered_from = now
         self._in_arena = True
@@ -257,7 +255,11 @@ class Unit:
     @property
     def is_stale(self) -> bool:
         """True if a parameter was written or replaced after it was gathered."""
-        return differ(self._gathered_from, [(weight.sharded, weight.version) for weight in self.weights])
+        return differ(self._gathered_from, self.versions)
+
+    @property
+    def versions(self) -> list[Version]:
+        return [(weight.sharded, weight.version) for weight in self.weights]
 
     def adopt_changes(self) -> None:
         """Adopts parameters that users have replaced or frozen between uses."""
@@ -335,12 +337,8 @@ class Unit:
 
     def put_after_forward(self) -> None:
         """Gives the modules their sharded parameters, unless the unit stays gathered until its backward."""
-        if (
-            self.unit_options.keep_gathered
-            and torch.is_grad_enabled()
-            and not is_in_backward()
-            and not self._is_other_in_use
-        ):
+        stays = self.unit_options.keep_gathered and not self._is_other_in_use
+        if stays and torch.is_grad_enabled() and not is_in_backward():
             self.is_left_full = True
         else:
             self.put_sharded()

@@ -142,7 +142,8 @@ class Weight(Trained):
         sent = dtypes.gradients
         gradient = with_dtype(self.layouts.usual_gradient, sent), with_dtype(self.store, sent)
         # The moves of a gather from the shards, and of one from the kept copy, if there is one.
-        self.gathers = [] if self.is_held else [(self.moves, pair) for pair in self.gather.pairs(self.use)]
+        self._pairs = [] if self.is_held else self.gather.pairs(self.use)
+        self.gathers = [(self.moves, pair) for pair in self._pairs]
         copies: list[Pair] = [] if self.kept is None or self._copy is None else [self._copy]
         self.gathers_from_kept = [(self.moves, pair) for pair in copies] or self.gathers
         self.reductions = [(self.moves, gradient)]  # of a gradient with the placements of the weight in use
@@ -150,6 +151,7 @@ class Weight(Trained):
     def _set_full(self, full: torch.Tensor) -> None:
         """Makes a tensor in layout `use` the parameter `whole`, and watches its gradients."""
         self.whole = nn.Parameter(full, self.sharded.requires_grad)
+        moves.mark_full(self.whole, self.name)
         if not self.is_held:  # the memory of a held weight is never released
             by_storage[self.memory.untyped_storage()._cdata] = self
         self._watch()
@@ -413,7 +415,7 @@ class Weight(Trained):
             part = self._host.fetch(self.part, buffers.pop())
         if self.product is not None and self.product.scales_bytes > 0:
             self.scales = buffers.pop()
-        self.gather.start(self.use, part, self.memory.data, buffers, move)
+        self.gather.start(self._pairs, part, self.memory.data, buffers, move or self.moves)
 
     def finish_gather(self) -> None:
         """Waits for the gather. With a product, messages are decoded to the full weight only after a `read`."""
