@@ -85,20 +85,19 @@ class WeightGather:
 
     def start(
         self,
-        use: _planner.Layout,
+        pairs: Sequence[Pair],
         part: torch.Tensor,
         full: torch.Tensor,
         buffers: Sequence[torch.Tensor],
-        move: Move | None = None,
+        move: Move,
     ) -> None:
         """Starts to gather from this rank's shard.
 
         Args:
+            pairs: `pairs(use)`.
             buffers: one tensor of bytes for each layout of `buffers(use)`.
-            move: starts the moves instead of `self.move`.
+            move: starts the moves.
         """
-        move = move or self.move
-        pairs = self.pairs(use)
         if self._is_direct:
             part = part.to(self.format.dtype)
             self._pending = _PendingGather(True, None, [part], [full], [move(*pairs[0], part, full)])

@@ -90,11 +90,6 @@ class _Item(NamedTuple):
     bounds: list[tuple[int, int]]  # of the parts along `dim`, in this rank's tensor of the whole
     whole: list[int]  # shape of this rank's tensor of the whole
 
-    @property
-    def is_even(self) -> bool:
-        """True if the parts are equal, and follow each other in a contiguous tensor."""
-        return self.dim == 0 and len(set(self.numels)) == 1
-
     def parts(self, whole: torch.Tensor) -> list[torch.Tensor]:
         """Returns the parts as views of the whole, which may be viewed as a smaller dtype along its last dim."""
         if not self.whole:
@@ -156,11 +151,12 @@ class Message:
         self._word = dtypes.pop() if len(dtypes) == 1 else _INTEGERS[min(item.dtype.itemsize for item in items)]
         self._numels = [[n * item.dtype.itemsize // self._word.itemsize for n in item.numels] for item in items]
         self._totals = [sum(each) for each in zip(*self._numels)]  # in words, by coordinate along the cut
+        self._has_words = any(item.dtype != self._word for item in items)
+        self._is_even = all(item.dim == 0 and len(set(item.numels)) == 1 for item in items)
         dtype: torch.dtype = getattr(torch, kind.dtype)
         totals = [total * self._word.itemsize // dtype.itemsize for total in self._totals]
         own = [dim for dim, text in enumerate(kind.dims) if text == "own"]
-        is_even = len(set(totals)) == 1
-        shards = f"S({len(own)})" if is_even else f"Ragged({len(own)},{':'.join(map(str, totals))})"
+        shards = f"S({len(own)})" if len(set(totals)) == 1 else f"Ragged({len(own)},{':'.join(map(str, totals))})"
         src, dst = ["R"] * len(kind.dims), ["R"] * len(kind.dims)
         for dim, text in enumerate(kind.dims):
             if text == "own":
@@ -201,27 +197,29 @@ class Message:
     @torch.no_grad()
     def _copy(self, buffer: torch.Tensor, tensors: Sequence[torch.Tensor], are_whole: bool, is_out: bool) -> None:
         """Copies the parts of tensors to the message's buffer, or back (`is_out`). `are_whole`: tensors have all."""
-        of_buffer: list[torch.Tensor] = []
-        of_tensors: list[torch.Tensor] = []
-        begins = [0, *itertools.accumulate(self._totals[:-1])] if are_whole else [0]
-        rows = buffer.view(len(self._totals), -1) if are_whole and len(set(self._totals)) == 1 else None
-        for item, numels, tensor in zip(self.items, self._numels, tensors, strict=True):
-            if tensor.dtype != self._word:
-                tensor = tensor if is_out else tensor.contiguous()
-                tensor = (tensor if tensor.dim() > 0 else tensor.view(1)).view(self._word)
-            if not are_whole:
-                numels = [tensor.numel()]
-            if rows is not None and item.is_even and tensor.is_contiguous():
-                # The parts follow each other in the tensor, and are columns of the rows that ranks send.
-                parts = [tensor.view(len(rows), -1)]
-                views = [rows[:, begins[0] : begins[0] + numels[0]]]
-            else:
-                parts = item.parts(tensor) if are_whole else [tensor]
-                views = [buffer[b : b + n].view(part.shape) for b, n, part in zip(begins, numels, parts, strict=True)]
-            of_buffer += views
-            of_tensors += parts
-            begins = [begin + numel for begin, numel in zip(begins, numels, strict=True)]
+        if self._has_words:
+            tensors = [self._as_words(tensor, is_out) for tensor in tensors]
+        if not are_whole:
+            of_buffer = buffer.split([tensor.numel() for tensor in tensors])
+            of_tensors = [tensor.view(-1) if is_out else tensor.reshape(-1) for tensor in tensors]
+        elif self._is_even and all(tensor.is_contiguous() for tensor in tensors):
+            # The parts follow each other in each tensor, and are columns of the rows that ranks send.
+            count = len(self._totals)
+            of_buffer = buffer.view(count, -1).split([numels[0] for numels in self._numels], 1)
+            of_tensors = [tensor.view(count, -1) for tensor in tensors]
+        else:
+            by_item = zip(self.items, tensors, strict=True)
+            of_tensors = [part for parts in zip(*(item.parts(tensor) for item, tensor in by_item)) for part in parts]
+            pieces = buffer.split([part.numel() for part in of_tensors])
+            of_buffer = tuple(piece.view(part.shape) for piece, part in zip(pieces, of_tensors))
         torch._foreach_copy_(*(of_tensors, of_buffer) if is_out else (of_buffer, of_tensors))
+
+    def _as_words(self, tensor: torch.Tensor, is_out: bool) -> torch.Tensor:
+        """Returns a tensor as one of the dtype of copies, along its last dim."""
+        if tensor.dtype == self._word:
+            return tensor
+        tensor = tensor if is_out else tensor.contiguous()
+        return (tensor if tensor.dim() > 0 else tensor.view(1)).view(self._word)
 
 
 class SharedWork:
