@@ -135,7 +135,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     plan_parser.add_argument("--diff", nargs=2, metavar="FILE", help="compare two plans as JSON")
     plan_parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     plan_parser.add_argument("--svg", metavar="FILE", help="write a picture of the plan")
-    plan_parser.add_argument("--html", metavar="FILE", help="write the picture as an HTML page")
+    plan_parser.add_argument("--html", metavar="FILE", help="write a page: times, links, certificate, picture")
     plan_parser.add_argument("--program", type=int, metavar="RANK", help="also print this rank's instructions")
     plan_parser.add_argument("--simulate", action="store_true", help="run all ranks and check every element")
     commands.add_parser("product", help="print the plan of a product of placed tensors", add_help=False)
@@ -198,9 +198,13 @@ def _plan(arguments: argparse.Namespace) -> int:
         print(difference(first, second))
         return 0
     plan = _load(arguments.load) if arguments.load else _make(arguments)
-    for option, path, picture in (("svg", arguments.svg, plan.to_svg), ("html", arguments.html, plan.to_html)):
-        if path:
-            write_file(f"--{option}", path, picture())
+    if arguments.svg:
+        write_file("--svg", arguments.svg, plan.to_svg())
+    if arguments.html:
+        from ..pages import plan_page
+
+        _work_out(plan)
+        write_file("--html", arguments.html, plan_page(plan))
     if arguments.json:
         _work_out(plan)
         print(plan.to_json())

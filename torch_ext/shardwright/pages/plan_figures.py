@@ -1,0 +1,104 @@
+"""Costs of each step of a plan, by kind of link and by rank."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from .._native import _planner
+from .._planner import Plan, Step
+
+MAX_RANKS_BY_CLASS = 4096  # on larger meshes, ranks are not told apart
+
+# Times under these topologies are bytes. In the second, a byte between nodes counts _BETWEEN times.
+_BETWEEN = 1 << 12
+_BETWEEN_ONLY = (_planner.Link(0, 0), _planner.Link(0, 1024))
+_BOTH = (_planner.Link(0, 1024), _planner.Link(0, 1024 * _BETWEEN))
+
+
+class StepFigures(NamedTuple):
+    """Costs of one step.
+
+    Attributes:
+        name: the operation and the mesh dims, as in the plan's text.
+        layouts: the placements before and after, as in the plan's text.
+        predicted_us: the predicted time without other steps.
+        bytes_inside, bytes_between: the larger of the bytes that the worst rank receives and sends, over links within
+            nodes and between nodes. As in predicted times, a collective whose group spans several nodes counts for the
+            links between them.
+        peak_bytes: the most memory that a rank allocates for the result and temporaries of the step.
+        received_by_rank: bytes by rank, in the order of `ranks_of`; empty above MAX_RANKS_BY_CLASS ranks.
+    """
+
+    step: Step
+    name: str
+    layouts: str
+    predicted_us: float
+    bytes_inside: int
+    bytes_between: int
+    peak_bytes: int
+    received_by_rank: list[int]
+
+    @property
+    def is_local(self) -> bool:
+        """True if no rank sends anything."""
+        return self.step.messages_max == 0
+
+
+def ranks_of(plan: Plan) -> list[int]:
+    """Returns the ranks of both meshes, ascending."""
+    return sorted({*plan.src.mesh.ranks, *plan.dst.mesh.ranks})
+
+
+def figures_of(plan: Plan) -> list[StepFigures]:
+    """Returns the costs of each step of the plan."""
+    table = json.loads(plan.to_json())
+    lines = [line.strip() for line in str(plan).splitlines()[1:]]
+    ranks = ranks_of(plan)
+    ranks = ranks if len(ranks) <= MAX_RANKS_BY_CLASS else []
+    found = []
+    for number, (step, entry, line) in enumerate(zip(plan.steps, table["steps"], lines, strict=False), 1):
+        name, _, rest = line.removeprefix(f"{number}. ").partition(": ")
+        alone = [_alone(plan, table, step, entry, links) for links in (_BETWEEN_ONLY, _BOTH)]
+        between, both = (round(p.steps[0].predicted_us * 1e6) for p in alone)
+        found.append(
+            StepFigures(
+                step=step,
+                name=name,
+                layouts=rest.partition(", receives ")[0].removesuffix(", local"),
+                predicted_us=step.predicted_us,
+                bytes_inside=both - between * _BETWEEN,
+                bytes_between=between,
+                peak_bytes=alone[0].peak_bytes,
+                received_by_rank=[_received(alone[0], rank) for rank in ranks],
+            )
+        )
+    return found
+
+
+def classes_of(ranks: Sequence[int], figures: Sequence[StepFigures]) -> dict[tuple[int, ...], list[int]]:
+    """Returns {bytes received in each step: ranks}, by the first rank of each class. Empty on very large meshes."""
+    classes: dict[tuple[int, ...], list[int]] = {}
+    if figures and figures[0].received_by_rank:
+        for rank, *received in zip(ranks, *(entry.received_by_rank for entry in figures), strict=True):
+            classes.setdefault(tuple(received), []).append(rank)
+    return classes
+
+
+def _alone(
+    plan: Plan, table: dict[str, Any], step: Step, entry: dict[str, Any], links: tuple[_planner.Link, _planner.Link]
+) -> Plan:
+    """Returns the plan of one step, with a topology whose only costs are those of bytes over these links."""
+    topology = _planner.Topology("bytes", table["topology"]["ranks_per_node"], 0, 0, *links)
+    how = step.replica_policy, step.rounds, step.ordered, entry.get("ranks_per_node", 0)
+    moves = [(step.op, step.mesh_dims, step.before, step.after, *how)]
+    ends = step.before, step.after
+    named_only = table["named_groups_only"]
+    return _planner.plan_of_steps(*ends, moves, plan.backend, plan.objective, topology, named_only, 0, 1)
+
+
+def _received(plan: Plan, rank: int) -> int:
+    """Returns the bytes that a rank receives; 0 if it is not on the plan's meshes."""
+    on_mesh = any(mesh.coordinate(rank) is not None for mesh in (plan.src.mesh, plan.dst.mesh))
+    return plan.wire_bytes(rank) if on_mesh else 0

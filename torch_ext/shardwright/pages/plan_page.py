@@ -1,0 +1,229 @@
+"""The page of a plan: `plan_page`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+
+from .._planner import Plan
+from . import markup
+from .markup import bytes_text, escape, time_text
+from .plan_figures import StepFigures, classes_of, figures_of, ranks_of
+
+_MAX_ROWS = 16  # classes of ranks in the timeline
+_MAX_RANGES = 3  # of ranks in the label of a class
+
+_COSTS = {
+    "wire_bytes_max": "bytes received, worst rank",
+    "wire_bytes_sum": "bytes received, all ranks",
+    "send_bytes_max": "bytes sent, worst rank",
+    "messages_max": "messages received, worst rank",
+    "steps": "steps that communicate",
+    "peak_bytes": "peak memory, worst rank",
+    "predicted_ps": "predicted time",
+}
+
+
+def plan_page(plan: Plan) -> str:
+    """Returns an HTML page about a plan: time of each step, timeline, links, certificate, picture and text.
+
+    The page is a single file that loads nothing and runs no code. It fits the width of a phone, and is well-formed XML.
+    """
+    ends = f"{_placements(plan.src.placements)} → {_placements(plan.dst.placements)}"
+    figures = figures_of(plan)
+    return markup.document(
+        f"{plan.src.dtype}{list(plan.src.shape)}: {ends}",
+        [
+            *_headline(plan, ends),
+            *_steps(plan, figures),
+            *_timeline(plan, figures),
+            *_step_table(figures),
+            *_links(plan, figures),
+            *_certificate(plan),
+            '<h2>Picture</h2>\n<p class="soft">Each box is the whole tensor.</p>',
+            f'<div class="wide picture" tabindex="0" role="region" aria-label="picture">{plan.to_svg()}</div>',
+            f'<h2>Text</h2>\n<pre tabindex="0">{escape(plan)}</pre>',
+        ],
+    )
+
+
+def _placements(placements: Sequence[str]) -> str:
+    return f"[{', '.join(placements)}]"
+
+
+def _headline(plan: Plan, ends: str) -> Iterator[str]:
+    """Yields the title, and a tile for each of the main costs."""
+    where = str(plan).splitlines()[0].partition(" on ")[2]
+    yield f"<header><h1>{escape(ends)}</h1>"
+    yield f'<p class="mono soft">{escape(plan.src.dtype)}{list(plan.src.shape)} on {escape(where)}</p></header>'
+    costs = plan.certificate
+    yield '<dl class="tiles">'
+    for name, label in (
+        ("predicted_ps", "predicted time"),
+        ("wire_bytes_max", "bytes received, worst rank"),
+        ("messages_max", "messages, worst rank"),
+        ("peak_bytes", "peak memory, worst rank"),
+    ):
+        value, bound = costs[name]
+        reached = "reaches the lower bound" if value <= bound else f"lower bound {_cost(name, bound)}"
+        yield (f'<div><dt>{label}</dt><dd class="value">{_cost(name, value)}</dd><dd class="soft">{reached}</dd></div>')
+    yield "</dl>"
+
+
+def _cost(name: str, value: int) -> str:
+    """Returns a cost of the certificate with its unit."""
+    if name == "predicted_ps":
+        return time_text(value / 1e6)
+    return bytes_text(value) if "bytes" in name else f"{value:,}"
+
+
+def _steps(plan: Plan, figures: Sequence[StepFigures]) -> Iterator[str]:
+    """Yields a bar with a part for each step, as wide as its predicted time, and the list of steps."""
+    yield "<h2>Steps</h2>"
+    if not figures:
+        yield "<p>Nothing moves: every rank already holds its part.</p>"
+        return
+    total = sum(entry.predicted_us for entry in figures)
+    shares = [entry.predicted_us / total if total else 1 / len(figures) for entry in figures]
+    if plan.segments > 1:
+        yield (
+            f"<p>The tensor passes through the steps in {plan.segments} segments, as in a pipeline: the steps overlap. "
+            f"One after the other they would take {time_text(total)}.</p>"
+        )
+    yield '<div class="bar" role="img" aria-label="predicted time of each step; the list below has the numbers">'
+    for index, (entry, share) in enumerate(zip(figures, shares, strict=True)):
+        number = str(index + 1) if share > 0.04 else ""
+        yield (
+            f'<div style="flex: {share:.5f} 1 0; background: {markup.color(index)}" '
+            f'title="{index + 1}. {escape(entry.name)}: {time_text(entry.predicted_us)}">{number}</div>'
+        )
+    yield '</div>\n<ol class="steps">'
+    for index, (entry, share) in enumerate(zip(figures, shares, strict=True)):
+        yield (
+            f'<li><span class="key" style="background: {markup.color(index)}">{index + 1}</span>'
+            f"<span>{escape(entry.name)}</span><span>{time_text(entry.predicted_us)}, {share:.0%}</span>"
+            f'<span class="mono">{escape(entry.layouts)}</span></li>'
+        )
+    yield "</ol>"
+
+
+def _timeline(plan: Plan, figures: Sequence[StepFigures]) -> Iterator[str]:
+    """Yields a row for each class of ranks that receive the same bytes, or, if steps overlap, for each step."""
+    if not figures:
+        return
+    yield "<h2>Timeline</h2>"
+    if plan.segments > 1:
+        stages = plan.segments + len(figures) - 1
+        yield f'<p class="soft">In {stages} pipeline stages, drawn equally long.</p>'
+        spans = [(index / stages, plan.segments / stages) for index in range(len(figures))]
+        rows = [(f"step {i + 1}", [(i, *span, 1.0)]) for i, span in enumerate(spans)]
+    else:
+        yield (
+            '<p class="soft">A frame is the time of a step. It is filled by the bytes that a rank receives, compared '
+            "with the rank that receives most. Local steps are filled.</p>"
+        )
+        rows = _rows_of_classes(plan, figures)
+    yield '<div class="lanes" role="img" aria-label="timeline; the tables below have the numbers">'
+    for label, lane in rows[:_MAX_ROWS]:
+        yield f'<span class="soft">{label}</span><div class="lane">'
+        for index, begin, width, filled in lane:
+            yield (
+                f'<div class="span" style="left: {begin:.3%}; width: {width:.3%}; color: {markup.color(index)}" '
+                f'title="{index + 1}. {escape(figures[index].name)}">'
+                f'<div class="fill" style="width: {filled:.1%}"></div></div>'
+            )
+        yield "</div>"
+    yield f'<span></span><div class="axis"><span>0</span><span>{time_text(plan.predicted_us)}</span></div></div>'
+    if len(rows) > _MAX_ROWS:
+        yield f'<p class="soft">{len(rows) - _MAX_ROWS} more classes of ranks are not drawn.</p>'
+
+
+def _rows_of_classes(
+    plan: Plan, figures: Sequence[StepFigures]
+) -> list[tuple[str, list[tuple[int, float, float, float]]]]:
+    """Returns a label, and (step, begin, width, filled share) of each step, all as fractions, for each class."""
+    total = sum(entry.predicted_us for entry in figures) or 1.0
+    worst = [entry.step.wire_bytes_max for entry in figures]
+    classes = classes_of(ranks_of(plan), figures)
+    labels = {received: _ranks_text(ranks) for received, ranks in classes.items()} or {tuple(worst): "worst rank"}
+    rows = []
+    for received, label in labels.items():
+        lane, begin = [], 0.0
+        for index, entry in enumerate(figures):
+            filled = 1.0 if entry.is_local else min(received[index] / max(worst[index], 1), 1.0)
+            lane.append((index, begin / total, entry.predicted_us / total, filled))
+            begin += entry.predicted_us
+        rows.append((label, lane))
+    return rows
+
+
+def _ranks_text(ranks: Sequence[int]) -> str:
+    """Returns text such as "ranks 0–3, 8"."""
+    ranges: list[list[int]] = []
+    for rank in ranks:
+        if ranges and ranges[-1][1] == rank - 1:
+            ranges[-1][1] = rank
+        else:
+            ranges.append([rank, rank])
+    shown = ", ".join(f"{a}–{b}" if a < b else str(a) for a, b in ranges[:_MAX_RANGES])
+    more = f", … ({len(ranks)} ranks)" if len(ranges) > _MAX_RANGES else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
+
+
+def _step_table(figures: Sequence[StepFigures]) -> Iterator[str]:
+    """Yields the table of steps. Bytes and messages are those of the worst rank."""
+    if not figures:
+        return
+    yield '<h2>Costs of the steps</h2>\n<p class="soft">Of the rank with the highest number in each column.</p>'
+    heads = ["step", "time", "received", "sent", "messages", "sent messages", "rounds", "memory"]
+    rows = []
+    for number, entry in enumerate(figures, 1):
+        step = entry.step
+        amounts = [bytes_text(step.wire_bytes_max), bytes_text(step.send_bytes_max)]
+        counts = [f"{count:,}" for count in (step.messages_max, step.sent_messages_max, step.rounds)]
+        name = f"{number}. {escape(entry.name)}"
+        rows.append([name, time_text(entry.predicted_us), *amounts, *counts, bytes_text(entry.peak_bytes)])
+    yield markup.table("costs of the steps", heads, rows)
+    yield '<p class="soft">Memory: the result and temporaries of the step, without its input.</p>'
+
+
+def _links(plan: Plan, figures: Sequence[StepFigures]) -> Iterator[str]:
+    """Yields the bytes of each step over links within nodes and between nodes, and the rates of these links."""
+    topology = json.loads(plan.to_json())["topology"]
+    size = topology["ranks_per_node"]
+    nodes = f"nodes of {size} ranks" if size else "one node"
+    yield f'<h2>Links within and between nodes</h2>\n<p class="soft">Topology {escape(topology["name"])}, {nodes}.</p>'
+    rows = []
+    for number, entry in enumerate(figures, 1):
+        if not entry.is_local:
+            amounts = entry.bytes_inside, entry.bytes_between
+            rows.append([f"{number}. {escape(entry.name)}", *(bytes_text(n) if n else "–" for n in amounts)])
+    sums = (sum(e.bytes_inside for e in figures), sum(e.bytes_between for e in figures))
+    rows.append(["all steps", *map(bytes_text, sums)])
+    rows.append(["rate", *(_rate(topology[name]["ps_per_kib"]) for name in ("inside", "between"))])
+    latencies = [time_text(topology[name]["message_ps"] / 1e6) for name in ("inside", "between")]
+    rows.append(["latency of a message", *latencies])
+    yield markup.table("links within and between nodes", ["", "within nodes", "between nodes"], rows)
+    yield (
+        '<p class="soft">Bytes: the larger of those that the worst rank receives and sends. As in predicted times, a '
+        "collective whose group spans nodes counts for the links between them.</p>"
+    )
+    for name, link in topology["mesh_dims"].items():
+        own = f"{_rate(link['ps_per_kib'])}, {time_text(link['message_ps'] / 1e6)} for a message"
+        yield f'<p class="soft">Steps over mesh dim {escape(name)} alone use its own link: {own}.</p>'
+
+
+def _rate(ps_per_kib: int) -> str:
+    return f"{1024e3 / ps_per_kib:,.4g} GB/s" if ps_per_kib else "not limited"
+
+
+def _certificate(plan: Plan) -> Iterator[str]:
+    """Yields each cost next to its lower bound, and a sentence for each bound that is not met."""
+    yield ('<h2>Certificate</h2>\n<p class="soft">No plan for these layouts can have a cost below its lower bound.</p>')
+    rows = []
+    for name, (value, bound) in plan.certificate.items():
+        ratio = "reached" if value <= bound else f"{value / bound:.2f} times" if bound else "above"
+        rows.append([_COSTS[name], _cost(name, value), _cost(name, bound), ratio])
+    yield markup.table("costs and lower bounds", ["cost", "plan", "lower bound", "compared"], rows)
+    if plan.remarks:
+        yield '<ul class="remarks">' + "".join(f"<li>{escape(remark)}</li>" for remark in plan.remarks) + "</ul>"
