@@ -149,6 +149,24 @@ def test_closed_pipe_ends_quietly(arguments: list[str]) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
+def test_interrupt_ends_quietly() -> None:
+    code = (
+        "import os, signal, shardwright.cli.main as cli\n"
+        "cli._work_out = lambda plan: os.kill(os.getpid(), signal.SIGINT)\n"
+        f"raise SystemExit(cli.main({['plan', *PAIR]!r}))\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (ran.returncode, ran.stderr) == (128 + 2, "")
+
+
+def test_wrong_commands_have_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([], ["plam"], ["--mesh", "a=2"]):
+        with pytest.raises(SystemExit) as left:
+            cli.main(arguments)
+        assert left.value.code == 2
+        assert "Traceback" not in capsys.readouterr().err
+
+
 def test_full_disk_is_reported() -> None:
     with open("/dev/full", "w") as full:
         process = _command("plan", *PAIR, stdout=full)

@@ -115,12 +115,17 @@ def report() -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the report, as text or with --json as JSON. Returns 1 if it found a problem, else 0."""
-    parser = argparse.ArgumentParser(prog="shardwright doctor", description="Report what is installed.")
-    parser.add_argument("--json", action="store_true", help="print the facts as JSON")
-    arguments = parser.parse_args(argv)
+    arguments = parser().parse_args(argv)
     facts = report()
     print(json.dumps(facts, indent=2) if arguments.json else _as_text(facts))
     return 1 if facts["problems"] else 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command."""
+    made = argparse.ArgumentParser(prog="shardwright doctor", description="Report what is installed.")
+    made.add_argument("--json", action="store_true", help="print the facts as JSON")
+    return made
 
 
 def _version_of(package: str) -> str | None:

@@ -12,15 +12,19 @@ from .. import doctor, source_build
 
 def main(argv: Sequence[str]) -> int:
     """Makes a build, also if one exists. Returns 0, or 2 after printing the reason if it cannot be made."""
-    parser = argparse.ArgumentParser(
-        prog="shardwright build",
-        description="Compile shardwright for the installed torch, from the sources in the installed package. The "
-        "result goes to $SHARDWRIGHT_CACHE (~/.cache/shardwright) and is loaded from there.",
-    )
-    parser.parse_args(argv)
+    parser().parse_args(argv)
     try:
         source_build.build(doctor.version(), importlib.metadata.version("torch"))
     except (ImportError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
     return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command."""
+    return argparse.ArgumentParser(
+        prog="shardwright build",
+        description="Compile shardwright for the installed torch, from the sources in the installed package. The "
+        "result goes to $SHARDWRIGHT_CACHE (~/.cache/shardwright) and is loaded from there.",
+    )

@@ -16,25 +16,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from ..calibration.job import job_of
 from ..calibration.links import measure_links
 from .options import parse_mesh, write_file
+from .parsers import calibrate_parser
 
 _REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command. Returns its exit status: 2, with a sentence on stderr, for wrong arguments or environment."""
-    parser = argparse.ArgumentParser(
-        prog="shardwright calibrate",
-        description="Measures latencies and bandwidths between the ranks that torchrun started, for use in planning.",
-    )
-    parser.add_argument(
-        "--out", metavar="FILE", help="JSON to write, for sw.planning.load_topology and SHARDWRIGHT_TOPOLOGY"
-    )
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where it is available")
-    parser.add_argument("--ranks-per-node", type=int, help="0: all; default: as torchrun says")
-    parser.add_argument("--mesh", help="names and sizes, dp=2,tp=4: also measure each mesh dim")
-    parser.add_argument("--name", default="calibrated", help="of the topology (%(default)s)")
-    parser.add_argument("--quick", action="store_true", help="fewer sizes and repeats")
-    arguments = parser.parse_args(argv)
+    arguments = calibrate_parser().parse_args(argv)
     missing = [name for name in _REQUIRED if name not in os.environ]
     try:
         if missing and not dist.is_initialized():

@@ -1,4 +1,4 @@
-"""The command line: `shardwright plan`, `product`, `transfer`, `doctor`, `build`, `calibrate`.
+"""The command line: `shardwright plan`, `product`, `transfer`, `doctor`, `build`, `completion`, `calibrate`.
 
 Only the last imports torch.
 """
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .options import parse_mesh, parse_order, parse_ranks, parse_shape, split_placements, write_file
+from .parsers import MODULES, main_parser, module_of, plan_parser
 
 if TYPE_CHECKING:
     from .._planner import Plan
@@ -27,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status.
 
     The status is 0 on success, 1 if `doctor` found a problem, and 2, with a sentence on stderr, if the command cannot
-    be carried out. A closed pipe, as in ``| head``, and Ctrl-C end the command silently.
+    be carried out. A closed pipe, as in ``| head`` (141), and Ctrl-C (130) end the command silently.
     """
     args = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -59,25 +60,17 @@ def _refuse(sentence: str) -> int:
 
 def _run(args: list[str]) -> int:
     """Runs the command that the first argument names. Returns its exit status."""
-    if args[:1] == ["calibrate"]:
-        from . import calibrate as command
-
-        return command.main(args[1:])
-    if args[:1] == ["product"]:
-        return _product(args[1:])
-    if args[:1] == ["transfer"]:
-        return _transfer(args[1:])
-    if args[:1] == ["doctor"]:
-        from .. import doctor
-
-        return doctor.main(args[1:])
-    if args[:1] == ["build"]:
-        from . import build
-
-        return build.main(args[1:])
-    parser, plan_parser = _parsers()
-    arguments = parser.parse_args(args)
-    _check_together(arguments, plan_parser)
+    name = args[0] if args else ""
+    if name in MODULES:
+        try:
+            return int(module_of(name).main(args[1:]))
+        except ValueError as error:
+            return _refuse(f"shardwright {name}: {error}")
+    if name != "plan":
+        main_parser().parse_args(args)  # prints the version or help, or exits with an error
+    parser = plan_parser()
+    arguments = parser.parse_args(args[1:])
+    _check_together(arguments, parser)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # for names that the terminal cannot show
@@ -87,63 +80,6 @@ def _run(args: list[str]) -> int:
         return _refuse(f"shardwright plan: {error}")
     except MemoryError:
         return _refuse("shardwright plan: out of memory; a mesh of fewer ranks or a smaller tensor takes less")
-
-
-def _product(args: list[str]) -> int:
-    from . import matmul as command
-
-    try:
-        return command.main(args)
-    except ValueError as error:
-        return _refuse(f"shardwright product: {error}")
-
-
-def _transfer(args: list[str]) -> int:
-    from . import transfer as command
-
-    try:
-        return command.main(args)
-    except ValueError as error:
-        return _refuse(f"shardwright transfer: {error}")
-
-
-def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
-    """Returns the parser of the command line, and that of `plan`."""
-    from .. import doctor
-
-    parser = argparse.ArgumentParser(prog="shardwright", description="Plans tensor redistributions on device meshes.")
-    parser.add_argument("--version", action="version", version=f"shardwright {doctor.version()}")
-    commands = parser.add_subparsers(dest="command", required=True)
-    plan_parser = commands.add_parser("plan", help="print the plan from one layout to another")
-    asked = plan_parser.add_argument_group("what to plan")
-    asked.add_argument("--mesh", help="names and sizes: dp=2,tp=4")
-    asked.add_argument("--dst-mesh", help="the destination's mesh, if it is another: stage=3; the source's by default")
-    asked.add_argument("--src-ranks", help="the ranks of --mesh, row-major: 0,1,4-7; 0, 1, 2, ... by default")
-    asked.add_argument("--dst-ranks", help="the ranks of --dst-mesh")
-    asked.add_argument("--shape", help="of the global tensor: 64,64; empty for a scalar")
-    asked.add_argument("--src", help="placements, one per mesh dim: 'S(0),R', or as torch prints them")
-    asked.add_argument("--dst", help="placements, one per mesh dim: 'R,S(1)'")
-    asked.add_argument("--src-order", help="order of cuts: '0:tp,dp;1:pp' (tensor dim: mesh dims)")
-    asked.add_argument("--dst-order", help="the same for the destination")
-    asked.add_argument("--dtype", help="float32 by default; short names such as bf16 too")
-    asked.add_argument("--backend", choices=("nccl", "gloo"), help="nccl by default")
-    asked.add_argument("--objective", choices=("time", "bytes"), help="time by default")
-    asked.add_argument("--reduce", choices=("fast", "float32", "ordered"), help="fast by default")
-    asked.add_argument("--topology", help="8xNVLink, 64x8, gloo-local or a JSON file; default by backend")
-    asked.add_argument("--memory-limit", type=int, metavar="BYTES", help="of the result and temporaries")
-    plan_parser.add_argument("--load", metavar="FILE", help="a plan as JSON, instead of planning one")
-    plan_parser.add_argument("--diff", nargs=2, metavar="FILE", help="compare two plans as JSON")
-    plan_parser.add_argument("--json", action="store_true", help="print the plan as JSON")
-    plan_parser.add_argument("--svg", metavar="FILE", help="write a picture of the plan")
-    plan_parser.add_argument("--html", metavar="FILE", help="write a page: times, links, certificate, picture")
-    plan_parser.add_argument("--program", type=int, metavar="RANK", help="also print this rank's instructions")
-    plan_parser.add_argument("--simulate", action="store_true", help="run all ranks and check every element")
-    commands.add_parser("product", help="print the plan of a product of placed tensors", add_help=False)
-    commands.add_parser("transfer", help="print the plan of a transfer of a state dict", add_help=False)
-    commands.add_parser("doctor", help="report what is installed", add_help=False)
-    commands.add_parser("build", help="compile the installed package for the installed torch", add_help=False)
-    commands.add_parser("calibrate", help="measure the links of a job (under torchrun)", add_help=False)
-    return parser, plan_parser
 
 
 _ENDS = ("mesh", "shape", "src", "dst")  # required options
@@ -165,7 +101,7 @@ _ASKED = (
 _SHOWN = ("json", "svg", "html", "program", "simulate")
 
 
-def _check_together(arguments: argparse.Namespace, plan_parser: argparse.ArgumentParser) -> None:
+def _check_together(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Exits with an error if options contradict each other or required ones are missing."""
 
     def given(names: Sequence[str]) -> str:
@@ -174,17 +110,17 @@ def _check_together(arguments: argparse.Namespace, plan_parser: argparse.Argumen
         return ", ".join("--" + name.replace("_", "-") for name in names if values[name] not in (None, False))
 
     if arguments.json and (arguments.simulate or arguments.program is not None):
-        plan_parser.error("--json prints the plan alone; leave out --simulate and --program")
+        parser.error("--json prints the plan alone; leave out --simulate and --program")
     if arguments.diff:
         if others := given((*_ASKED, "load", *_SHOWN)):
-            plan_parser.error(f"--diff compares two files and does nothing else; leave out {others}")
+            parser.error(f"--diff compares two files and does nothing else; leave out {others}")
     elif arguments.load:
         if others := given(_ASKED):
-            plan_parser.error(f"--load takes the plan from a file; leave out {others}")
+            parser.error(f"--load takes the plan from a file; leave out {others}")
     elif arguments.dst_ranks and not arguments.dst_mesh:
-        plan_parser.error("--dst-ranks are those of --dst-mesh, which is missing")
+        parser.error("--dst-ranks are those of --dst-mesh, which is missing")
     elif None in [getattr(arguments, name) for name in _ENDS]:
-        plan_parser.error("the following arguments are required: --mesh, --shape, --src, --dst (or --load, --diff)")
+        parser.error("the following arguments are required: --mesh, --shape, --src, --dst (or --load, --diff)")
 
 
 def _plan(arguments: argparse.Namespace) -> int:

@@ -13,34 +13,35 @@ from .options import parse_mesh
 
 def main(argv: Sequence[str]) -> int:
     """Prints the plan. Raises ValueError if the product cannot be planned as asked."""
-    arguments = _parser().parse_args(argv)
+    arguments = parser().parse_args(argv)
     product = _make(arguments)
     print(product.to_json() if arguments.json else product)
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command."""
+    made = argparse.ArgumentParser(
         prog="shardwright product", description="Plans a product of placed tensors, forward and backward."
     )
-    parser.add_argument("--mesh", required=True, help="names and sizes: dp=2,tp=4")
-    parser.add_argument("--axes", required=True, help="as in einsum: 'bsk,nk->bsn'")
-    parser.add_argument("--sizes", required=True, help="of the axes: b=8,s=4096,k=4096,n=14336")
-    parser.add_argument("--x", required=True, help="placements of the operand, one per mesh dim: 'S(0),S(1)'")
-    parser.add_argument("--weight", required=True, action="append", help="placements; once per weight")
-    parser.add_argument("--bias", action="append", help="placements; none, or once per weight")
-    parser.add_argument("--out", action="append", help="placements; default: those that need no move of the result")
-    parser.add_argument("--cuts", help="the axis cut along each mesh dim during the product: b,n; - for none")
-    parser.add_argument("--dtype", default="bfloat16", help="bfloat16 by default")
-    parser.add_argument("--backend", choices=_planner.Lowering.names(), default="nccl", help="nccl by default")
-    parser.add_argument("--topology", help="8xNVLink, 64x8, gloo-local or a JSON file; default by backend")
-    parser.add_argument("--gemm-model", choices=_planner.GemmModel.names(), help="default: h100 for nccl, cpu for gloo")
-    parser.add_argument("--method", choices=("serial", "ring", "collective", "flags"), help="default: the fastest")
-    parser.add_argument("--chunks", type=int, help="default: the fastest")
-    parser.add_argument("--depth", type=int, help="transfers under way during a product; default: the fastest")
-    parser.add_argument("--save", choices=("shard", "gathered"), default="shard", help="what the backward keeps of x")
-    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
-    return parser
+    made.add_argument("--mesh", required=True, help="names and sizes: dp=2,tp=4")
+    made.add_argument("--axes", required=True, help="as in einsum: 'bsk,nk->bsn'")
+    made.add_argument("--sizes", required=True, help="of the axes: b=8,s=4096,k=4096,n=14336")
+    made.add_argument("--x", required=True, help="placements of the operand, one per mesh dim: 'S(0),S(1)'")
+    made.add_argument("--weight", required=True, action="append", help="placements; once per weight")
+    made.add_argument("--bias", action="append", help="placements; none, or once per weight")
+    made.add_argument("--out", action="append", help="placements; default: those that need no move of the result")
+    made.add_argument("--cuts", help="the axis cut along each mesh dim during the product: b,n; - for none")
+    made.add_argument("--dtype", default="bfloat16", help="bfloat16 by default")
+    made.add_argument("--backend", choices=_planner.Lowering.names(), default="nccl", help="nccl by default")
+    made.add_argument("--topology", help="8xNVLink, 64x8, gloo-local or a JSON file; default by backend")
+    made.add_argument("--gemm-model", choices=_planner.GemmModel.names(), help="default: h100 for nccl, cpu for gloo")
+    made.add_argument("--method", choices=("serial", "ring", "collective", "flags"), help="default: the fastest")
+    made.add_argument("--chunks", type=int, help="default: the fastest")
+    made.add_argument("--depth", type=int, help="transfers under way during a product; default: the fastest")
+    made.add_argument("--save", choices=("shard", "gathered"), default="shard", help="what the backward keeps of x")
+    made.add_argument("--json", action="store_true", help="print the plan as JSON")
+    return made
 
 
 def _make(arguments: argparse.Namespace) -> _planner.ProductPlan:

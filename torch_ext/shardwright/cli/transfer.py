@@ -17,7 +17,7 @@ from ..rules.pieces import source_tensor
 
 def main(argv: Sequence[str]) -> int:
     """Prints the plan of the transfer. Raises ValueError, with all problems, if it cannot be planned."""
-    arguments = _parser().parse_args(argv)
+    arguments = parser().parse_args(argv)
     sources, destinations = files.read_layouts(arguments.source), files.read_layouts(arguments.destination)
     rules = files.read_rules(arguments.map) if arguments.map else []
     problems: list[str] = []
@@ -38,19 +38,20 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command."""
+    made = argparse.ArgumentParser(
         prog="shardwright transfer",
         description="Plans the transfer of a state dict, and prints bytes, rounds, memory and predicted time.",
     )
-    parser.add_argument("source", metavar="FROM.json", help="layouts of the source tensors")
-    parser.add_argument("destination", metavar="TO.json", help="layouts of the destination tensors")
-    parser.add_argument("--map", metavar="RULES.json", help="rules that map source to destination tensors")
-    parser.add_argument("--bucket-bytes", type=int, default=64 << 20, metavar="BYTES", help="size; default: 64 MiB")
-    parser.add_argument("--buckets", type=int, default=3, help="number of buckets; default: 3")
-    parser.add_argument("--unused", action="append", default=[], metavar="PATTERN", help="destination may be missing")
-    parser.add_argument("--ignore", action="append", default=[], metavar="PATTERN", help="source may be missing")
-    parser.add_argument("--backend", choices=Lowering.names(), default="nccl", help="default: nccl")
-    parser.add_argument("--topology", help="8xNVLink, 64x8, gloo-local or a JSON file; default by backend")
-    parser.add_argument("--limit", type=int, default=explaining.LIMIT, help="tensors and links to show; default: 20")
-    return parser
+    made.add_argument("source", metavar="FROM.json", help="layouts of the source tensors")
+    made.add_argument("destination", metavar="TO.json", help="layouts of the destination tensors")
+    made.add_argument("--map", metavar="RULES.json", help="rules that map source to destination tensors")
+    made.add_argument("--bucket-bytes", type=int, default=64 << 20, metavar="BYTES", help="size; default: 64 MiB")
+    made.add_argument("--buckets", type=int, default=3, help="number of buckets; default: 3")
+    made.add_argument("--unused", action="append", default=[], metavar="PATTERN", help="destination may be missing")
+    made.add_argument("--ignore", action="append", default=[], metavar="PATTERN", help="source may be missing")
+    made.add_argument("--backend", choices=Lowering.names(), default="nccl", help="default: nccl")
+    made.add_argument("--topology", help="8xNVLink, 64x8, gloo-local or a JSON file; default by backend")
+    made.add_argument("--limit", type=int, default=explaining.LIMIT, help="tensors and links to show; default: 20")
+    return made
