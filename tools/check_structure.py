@@ -100,7 +100,7 @@ MAX_CODE_LINES = {
     ".": 940,
     "attention": 789,
     "calibration": 458,
-    "cli": 638,
+    "cli": 653,
     "debug": 213,
     "dtensor": 898,
     "experts": 603,

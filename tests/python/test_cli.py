@@ -13,7 +13,7 @@ import pytest
 
 import shardwright as sw
 from shardwright._native import _planner
-from shardwright.cli import free_memory
+from shardwright.cli import free_memory, options
 from shardwright.cli import main as cli
 
 pytestmark = pytest.mark.any_torch
@@ -98,12 +98,51 @@ def test_short_names_of_dtypes(short: str, name: str, capsys: pytest.CaptureFixt
         ("_StridedShard(dim=0, split_factor=4),R", "SS(0,4),R"),
         ("_S(0, 4),R", "SS(0,4),R"),
         ("_NormPartial(2),_NormP(2)", "P(norm 2),P(norm 2)"),
+        ("[Shard(dim=0), Replicate()]", "S(0),R"),
+        ("(Shard(dim=0), Partial(sum))", "S(0),P"),
+        ("S(0)P", "S(0),P"),
+        ("RR", "R,R"),
+        ("_S(0, 4)R", "SS(0,4),R"),
     ],
 )
 def test_placements_as_torch_prints_them(printed: str, ours: str, capsys: pytest.CaptureFixture[str]) -> None:
     shown = []
     for source in (printed, ours):
         assert cli.main(["plan", "--mesh", "a=2,b=2", "--shape", "8,8", "--src", source, "--dst", "R,R"]) == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1]
+
+
+@pytest.mark.parametrize(
+    ("printed", "ours"),
+    [
+        ("(dp=2, tp=4)", "dp=2,tp=4"),
+        ("DeviceMesh((dp=2, tp=4), 'cuda', stride=(4, 1))", "dp=2,tp=4"),
+        ("DeviceMesh((2, 4), 'cpu', stride=(4, 1))", "dim0=2,dim1=4"),
+        ("(8,)", "dim0=8"),
+        ("2,4", "dim0=2,dim1=4"),
+    ],
+)
+def test_meshes_as_torch_prints_them(printed: str, ours: str) -> None:
+    assert list(options.parse_mesh(printed).items()) == list(options.parse_mesh(ours).items())
+
+
+@pytest.mark.parametrize(
+    ("printed", "sizes"),
+    [("torch.Size([64, 32])", [64, 32]), ("[64, 32]", [64, 32]), ("(64,)", [64]), ("torch.Size([])", []), ("()", [])],
+)
+def test_shapes_as_torch_prints_them(printed: str, sizes: list[int]) -> None:
+    assert options.parse_shape(printed) == sizes
+
+
+def test_product_takes_placements_as_torch_prints_them(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = []
+    for mesh, x, weight in (
+        ("dp=2,tp=4", "S(0),S(1)", "R,S(0)"),
+        ("(dp=2, tp=4)", "(Shard(dim=0), Shard(dim=1))", "[Replicate(), Shard(dim=0)]"),
+    ):
+        sizes = ["--axes", "bsk,nk->bsn", "--sizes", "b=8,s=64,k=32,n=16"]
+        assert cli.main(["product", "--mesh", mesh, *sizes, "--x", x, "--weight", weight]) == 0
         shown.append(capsys.readouterr().out)
     assert shown[0] == shown[1]
 

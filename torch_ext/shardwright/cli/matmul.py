@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from .._native import _planner
 from ..layouts.layout import Mesh
 from ..layouts.topology import named_topology, tables_now
-from .options import parse_mesh
+from .options import parse_mesh, parse_sizes, split_placements
 
 
 def main(argv: Sequence[str]) -> int:
@@ -44,6 +44,11 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+def _as_list(placements: str) -> str:
+    """Returns placements that may be spelled as torch prints them, as a list with commas."""
+    return ",".join(split_placements(placements))
+
+
 def _make(arguments: argparse.Namespace) -> _planner.ProductPlan:
     """Plans the product as the options say."""
     default_model = _planner.Lowering.named(arguments.backend).default_products
@@ -51,12 +56,10 @@ def _make(arguments: argparse.Namespace) -> _planner.ProductPlan:
     layouts = _planner.product_layouts(
         Mesh(parse_mesh(arguments.mesh)),
         arguments.axes,
-        parse_mesh(arguments.sizes, "--sizes"),
+        parse_sizes(arguments.sizes, "--sizes"),
         arguments.dtype,
-        arguments.x,
-        arguments.weight,
-        arguments.bias or [],
-        arguments.out or [],
+        _as_list(arguments.x),
+        *([_as_list(text) for text in texts or []] for texts in (arguments.weight, arguments.bias, arguments.out)),
     )
     return _planner.ProductPlan(
         [arguments.axes] * len(arguments.weight),

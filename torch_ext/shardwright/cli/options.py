@@ -21,7 +21,19 @@ def parse_integer(text: str, where: str) -> int:
 
 
 def parse_mesh(text: str, option: str = "--mesh") -> dict[str, int]:
-    """Parses names and sizes such as ``dp=2,tp=4``."""
+    """Parses names and sizes such as ``dp=2,tp=4``, also as torch prints them: ``DeviceMesh((dp=2, tp=4), 'cpu')``.
+
+    If all names are missing, as in ``(2, 4)``, they are dim0, dim1, ..., as for DeviceMeshes without names.
+    """
+    mesh = re.fullmatch(r"\s*(?:DeviceMesh\s*\()?\s*(\([^()]*\)).*", text, re.DOTALL)
+    inner = _without_brackets(mesh[1] if mesh else text)
+    if re.fullmatch(r"[0-9\s]+(,[0-9\s]+)*", inner):
+        inner = ",".join(f"dim{index}={size}" for index, size in enumerate(inner.split(",")))
+    return parse_sizes(inner, option)
+
+
+def parse_sizes(text: str, option: str) -> dict[str, int]:
+    """Parses names and sizes such as ``b=8,s=4096``."""
     dims: dict[str, int] = {}
     for part in text.split(","):
         name, equals, size = part.partition("=")
@@ -35,8 +47,9 @@ def parse_mesh(text: str, option: str = "--mesh") -> dict[str, int]:
 
 
 def parse_shape(text: str) -> list[int]:
-    """Parses sizes such as ``64,64``; empty text is a scalar."""
-    sizes = text.split(",") if text.strip() else []
+    """Parses sizes such as ``64,64``, also as torch prints them; empty text is a scalar."""
+    inner = _without_brackets(re.sub(r"^\s*torch\.Size\((.*)\)\s*$", r"\1", text))
+    sizes = inner.split(",") if inner else []
     return [parse_integer(size, f"--shape: each size in {text!r}") for size in sizes]
 
 
@@ -56,8 +69,21 @@ def parse_ranks(option: str, text: str | None) -> list[int] | None:
 
 
 def split_placements(text: str) -> list[str]:
-    """Splits at the commas that are not within parentheses."""
-    return [part.strip() for part in re.split(r",(?![^()]*\))", text)]
+    """Splits at the commas that are not within parentheses. Also splits torch's short form, such as ``S(0)R``."""
+    if re.fullmatch(rf"({_SHORT})+", short := text.replace(" ", "")):
+        return re.findall(_SHORT, short)
+    return [part.strip() for part in re.split(r",(?![^()]*\))", _without_brackets(text))]
+
+
+_SHORT = r"(?:_?S\([^()]*\)|R|P(?:\([^()]*\))?)"
+
+
+def _without_brackets(text: str) -> str:
+    """Removes brackets around a list or tuple, and a comma after its last item."""
+    inner = text.strip()
+    if re.fullmatch(r"\[.*\]|\((?:[^()]|\([^()]*\))*\)", inner, re.DOTALL):
+        return inner[1:-1].strip().removesuffix(",").rstrip()
+    return inner
 
 
 def parse_order(option: str, text: str | None) -> dict[int, list[int | str]] | None:

@@ -66,7 +66,7 @@ def plan_parser() -> argparse.ArgumentParser:
         prog="shardwright plan", description="Prints the plan from one layout to another, and its certificate."
     )
     asked = parser.add_argument_group("what to plan")
-    asked.add_argument("--mesh", help="names and sizes: dp=2,tp=4")
+    asked.add_argument("--mesh", help="names and sizes: dp=2,tp=4, or as torch prints a DeviceMesh")
     asked.add_argument("--dst-mesh", help="the destination's mesh, if it is another: stage=3; the source's by default")
     asked.add_argument("--src-ranks", help="the ranks of --mesh, row-major: 0,1,4-7; 0, 1, 2, ... by default")
     asked.add_argument("--dst-ranks", help="the ranks of --dst-mesh")
