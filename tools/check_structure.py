@@ -97,7 +97,7 @@ SOURCES = ("csrc", "torch_ext", "benchmarks", "examples", "tools")  # folders th
 # for both modules. Before raising a limit, look for code that belongs there. Docstrings, comments and blank lines do
 # not count.
 MAX_CODE_LINES = {
-    ".": 940,
+    ".": 941,
     "attention": 789,
     "calibration": 458,
     "cli": 653,
@@ -107,14 +107,14 @@ MAX_CODE_LINES = {
     "fsdp": 5419,
     "graph": 299,
     "integrations": 323,
-    "layouts": 447,
+    "layouts": 470,
     "many": 216,
     "matmul": 603,
     "pages": 350,
     "parallel": 200,
     "planning": 208,
     "rules": 718,
-    "runtime": 2137,
+    "runtime": 2189,
     "spmd": 100,
     "transfers": 1249,
     "views": 1079,

@@ -17,11 +17,12 @@ from . import placements as placements
 from . import planning as planning
 from . import rules as rules
 from . import views as views
-from .layouts import pickling
+from .layouts import logs, pickling
 from .layouts.layout import Layout, Mesh
 from .layouts.topology import Topology
 from .planning import Plan, pin, plan, plan_many, unpin
 
+logs.apply_environment()
 pickling.register()
 
 if TYPE_CHECKING:

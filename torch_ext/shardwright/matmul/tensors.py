@@ -16,7 +16,7 @@ from .._native import _planner
 from ..dtensor.specs import layout_of, placement_of, row_major_spec
 from ..layouts.argument_values import placement_texts
 from ..layouts.topology import tables_now
-from ..runtime import checking, counters, executables, groups
+from ..runtime import checking, counters, executables, groups, plan_log
 from .running import Product, Where
 
 
@@ -137,6 +137,7 @@ def _plan(key: ProductKey, num_weights: int, tensors: Sequence[Any], scales: Seq
         device_type=where.device_type,
         **dict(key.options),
     )
+    plan_log.note_product(plan)
     if layout is None:
         return Planned(Product(plan, where), tuple(",nk->" in axes for axes in plan.axes), ())
     specs = [row_major_spec(x.device_mesh, layout, key.placements) for layout in plan.results]

@@ -22,7 +22,7 @@ from .._planner import PlanningTables
 from ..layouts import pickling, tables
 from ..layouts.errors import argument_error
 from ..layouts.topology import tables_now
-from . import checking, counters, groups, watching
+from . import checking, counters, groups, plan_log, watching
 
 # The number of executables cached; the oldest is dropped first. A job has some hundreds of pairs of layouts.
 MAX_EXECUTABLES = 8192
@@ -184,12 +184,16 @@ def plan_over(
     """Makes the plan for a backend. If `usable` is given, moves use only the groups of these sets of mesh dims."""
     cached = planning.pinned(src, dst, backend)
     if cached is not None:
+        plan_log.note(cached, "pinned")
         return cached
     if usable is not None and not src.mesh.has_same_ranks(dst.mesh):
         plan, usable = plan_over_own_dims(src, dst, backend), None
+        why = "chosen because it needs no new groups of mesh dims"
     else:
         plan = planning.plan(src, dst, backend=backend, groups=usable)
+        why = plan_log.why_chosen(plan, usable)
     counters.counts.plans += 1
+    plan_log.note(plan, why)
     note_default_topology(plan, usable)
     return plan
 

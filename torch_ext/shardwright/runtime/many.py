@@ -14,7 +14,7 @@ from .._native import _planner, _runtime
 from ..layouts import argument_values
 from ..layouts.errors import argument_error
 from ..planning.batches import BUCKET_BYTES, BUCKETS, Pair, batch_of, checked_layouts
-from . import argument_checks, checking, counters, executables, groups, memory_spans, plain_tensors
+from . import argument_checks, checking, counters, executables, groups, memory_spans, plain_tensors, plan_log
 from .agreement import GroupWords, Statement
 
 _ITEMS = "a list of (local or None, src, dst)"
@@ -361,6 +361,7 @@ def _prepare(call: _Given, full: _planner.Batch, group: dist.ProcessGroup | None
     executable = executables.bind_batch(batch, call.device.type, group)
     reduced = {moved[index]: layout for index, layout in batch.reductions().items()}
     counters.counts.plans += 1
+    plan_log.note_batch(batch)
     return _Prepared(executable, moved, reduced, dtypes, holds, shapes)
 
 
