@@ -114,7 +114,7 @@ MAX_CODE_LINES = {
     "parallel": 200,
     "planning": 208,
     "rules": 718,
-    "runtime": 2189,
+    "runtime": 2244,
     "spmd": 100,
     "transfers": 1249,
     "views": 1079,

@@ -8,6 +8,8 @@ from collections import Counter
 from typing import Any
 
 from .._native import _planner, _runtime
+from ..layouts.errors import argument_error
+from . import layout_stats
 
 _log = logging.getLogger("shardwright")
 
@@ -35,11 +37,23 @@ _break_reasons: Counter[str] = Counter()  # forwards left out of compiled graphs
 _product_reasons: Counter[str] = Counter()  # products computed from decoded values, by reason
 
 
-def stats() -> dict[str, Any]:
+def stats(*, by: str | None = None) -> dict[str, Any]:
     """Returns the counters.
 
+    Args:
+        by: None, or ``"layout"`` for the redistributes that `sw.debug.record_layouts` recorded.
+
+    Raises:
+        ValueError: `by` is invalid.
+        RuntimeError: ``by="layout"``, and nothing was recorded.
+
     Returns:
-        A dict with an entry for each counter, by name.
+        With ``by="layout"``, a dict from layouts, such as ``"float32[8, 8] on dp=2: [S(0)] -> [R]"``, to a dict with
+        ``calls``; ``bytes`` that this rank received, according to the plans; ``seconds``, the time that the calls took
+        on the host; and ``slowest``, the longest of them. Transfers on a device, and of calls with ``async_op``, go on
+        after a call returns. The pair with the longest total time comes first.
+
+        Otherwise a dict with an entry for each counter, by name.
 
         - ``calls``: redistributes that shardwright ran.
         - ``traced``: redistributes that were recorded in graphs as operators.
@@ -77,6 +91,10 @@ def stats() -> dict[str, Any]:
           operator. The counters of views and strided gathers count an operator once for each combination of placements
           and sizes, because DTensor caches the answer.
     """
+    if by is not None:
+        if by != "layout":
+            raise argument_error("by", "None or 'layout'", repr(by))
+        return layout_stats.by_layout()
     planned = _planner.plan_cache_counts()
     cast = Counter(_runtime.cast_products()) + _product_reasons
     return {
@@ -123,6 +141,7 @@ def reset_stats() -> None:
     _strided_reasons.clear()
     _break_reasons.clear()
     _product_reasons.clear()
+    layout_stats.reset()
     _runtime.reset_counters()
     _planner.reset_plan_cache_counts()
 

@@ -22,7 +22,7 @@ from .._planner import PlanningTables
 from ..layouts import pickling, tables
 from ..layouts.errors import argument_error
 from ..layouts.topology import tables_now
-from . import checking, counters, groups, plan_log, watching
+from . import checking, counters, groups, layout_stats, plan_log, watching
 
 # The number of executables cached; the oldest is dropped first. A job has some hundreds of pairs of layouts.
 MAX_EXECUTABLES = 8192
@@ -326,6 +326,15 @@ def run(
     With `out`, the result is written there and `out` is returned; async_op must be False. Without it, a local tensor of
     another shape than the layout's is cut or padded (`_fitted`).
     """
+    if layout_stats.on:
+        return layout_stats.measure(executable, lambda: _run_watched(executable, local, async_op, out))
+    return _run_watched(executable, local, async_op, out)
+
+
+def _run_watched(
+    executable: _runtime.Executable, local: torch.Tensor, async_op: bool, out: torch.Tensor | None
+) -> torch.Tensor:
+    """Runs an executable in the debug mode, if it is on, and shows it to dispatch modes."""
     if checking.is_on():
         checking.compare(executable, local, async_op, out)
     counters.counts.calls += 1
@@ -339,6 +348,13 @@ def start_into(executable: _runtime.Executable, local: torch.Tensor, out: torch.
 
     Returns the work to wait for, or None if all is done. The caller must not touch either tensor before that.
     """
+    if layout_stats.on:
+        return layout_stats.measure(executable, lambda: _start_watched(executable, local, out))
+    return _start_watched(executable, local, out)
+
+
+def _start_watched(executable: _runtime.Executable, local: torch.Tensor, out: torch.Tensor) -> dist.Work | None:
+    """Does the work of `start_into` in the debug mode, if it is on, and shows it to dispatch modes."""
     if checking.is_on():
         checking.compare(executable, local, True, out)
     counters.counts.calls += 1
@@ -358,7 +374,7 @@ def run_again(executable: _runtime.Executable, local: torch.Tensor, async_op: bo
     """Like `run`, for an executable that the caller has cached."""
     counts = counters.counts
     counts.cache_hits += 1
-    if async_op or checking.is_on() or watching.num_modes():
+    if async_op or layout_stats.on or checking.is_on() or watching.num_modes():
         return run(executable, local, async_op)
     counts.calls += 1
     try:
