@@ -100,7 +100,7 @@ MAX_CODE_LINES = {
     ".": 941,
     "attention": 789,
     "calibration": 458,
-    "cli": 653,
+    "cli": 790,
     "debug": 213,
     "dtensor": 898,
     "experts": 603,

@@ -1,6 +1,6 @@
-"""The command line: `shardwright plan`, `product`, `transfer`, `doctor`, `build`, `completion`, `calibrate`.
+"""The command line: `shardwright plan`, `product`, `transfer`, `trace`, `doctor`, `build`, `completion`, `calibrate`.
 
-Only the last imports torch.
+Only the last one imports torch.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ COMMANDS = {
     "plan": "print the plan from one layout to another",
     "product": "print the plan of a product of placed tensors",
     "transfer": "print the plan of a transfer of a state dict",
+    "trace": "show the profiles of all ranks in Perfetto",
     "doctor": "report what is installed",
     "build": "compile the installed package for the installed torch",
     "calibrate": "measure the links of a job (under torchrun)",
@@ -20,6 +21,7 @@ COMMANDS = {
 MODULES = {
     "product": ".matmul",
     "transfer": ".transfer",
+    "trace": ".trace",
     "doctor": "..doctor",
     "build": ".build",
     "calibrate": ".calibrate",
