@@ -58,6 +58,7 @@ MAY_FIND_GROUPS = ("runtime/operators.cpp",)
 ORDER = (
     "_planner",
     "_runtime",
+    "progress_bar",
     "source_build",
     "doctor",
     "_native",
@@ -97,9 +98,9 @@ SOURCES = ("csrc", "torch_ext", "benchmarks", "examples", "tools")  # folders th
 # for both modules. Before raising a limit, look for code that belongs there. Docstrings, comments and blank lines do
 # not count.
 MAX_CODE_LINES = {
-    ".": 941,
+    ".": 1010,
     "attention": 789,
-    "calibration": 458,
+    "calibration": 483,
     "cli": 790,
     "debug": 213,
     "dtensor": 898,

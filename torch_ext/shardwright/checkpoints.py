@@ -24,6 +24,7 @@ from torch.futures import Future
 from ._native import _planner
 from .layouts import argument_values
 from .layouts.errors import argument_error
+from .progress_bar import Bar
 from .runtime import memory_spans
 from .transfers.declared import Given, Reader
 
@@ -235,6 +236,7 @@ def load_checkpoint(
     *,
     max_gap_bytes: int = _MAX_GAP_BYTES,
     group: dist.ProcessGroup | None = None,
+    progress: bool = False,
 ) -> int:
     """Fills tensors of any layouts from a checkpoint of ``torch.distributed.checkpoint`` saved with any other layouts.
 
@@ -247,6 +249,7 @@ def load_checkpoint(
             dtypes differ, elements are cast as by ``x.to``.
         max_gap_bytes: as in `CheckpointReader`.
         group: the process group whose ranks take part; default, the default group.
+        progress: True for a bar on rank 0 if stderr is a terminal, with tqdm if it is installed.
 
     Returns:
         The number of bytes of tensors that this rank read.
@@ -256,8 +259,12 @@ def load_checkpoint(
             elements that the checkpoint lacks, different shapes, local tensors that do not match their layout.
     """
     reader = CheckpointReader(path, max_gap_bytes)
-    planner = _Planner(to, group)
-    dcp.load({"": to}, storage_reader=reader, planner=planner, process_group=group)
+    planner = _Planner(to, group, progress)
+    try:
+        dcp.load({"": to}, storage_reader=reader, planner=planner, process_group=group)
+    finally:
+        if planner.bar is not None:
+            planner.bar.close()
     # The reader incremented the versions of local tensors. A DTensor has a version counter of its own.
     torch.autograd.graph.increment_version([x.value for x in planner.given.values() if x.value is not None])
     return reader.bytes_read
@@ -266,9 +273,11 @@ def load_checkpoint(
 class _Planner(LoadPlanner):
     """A load planner for tensors of any layouts."""
 
-    def __init__(self, to: Any, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, to: Any, group: dist.ProcessGroup | None, progress: bool = False) -> None:
         self._to = to
         self._group = group
+        self._progress = progress
+        self.bar: Bar | None = None  # counts bytes of local tensors
         self.given: dict[str, Given] = {}  # this rank's tensors by name
         self._metadata: Metadata | None = None
         self._parts: dict[tuple[str, int | None], _Part] = {}  # by name and index of the part
@@ -296,6 +305,9 @@ class _Planner(LoadPlanner):
             raise ValueError(
                 "load_checkpoint: nothing was read, because\n" + "\n".join(f"  {text}" for text in problems)
             )
+        if self._progress and reader.rank == 0:
+            total = sum(x.local.nbytes for x in given.values() if x.local is not None)
+            self.bar = Bar("load_checkpoint", total, "B")
         return LoadPlan(items)
 
     def _items(self, name: str, tensor: Given, rank: int) -> list[ReadItem]:
@@ -347,6 +359,8 @@ class _Planner(LoadPlanner):
             for dim, some in enumerate(runs):
                 target = target.narrow(dim, some[0][2], _length(some))
             yield [[(begin, end, to - some[0][2]) for begin, end, to in some] for some in runs], target
+            if self.bar is not None:
+                self.bar.advance(target.nbytes, item.dest_index.fqn)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         return global_plan

@@ -18,9 +18,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from . import progress_bar
+
 SOURCES = Path(__file__).with_name("_sources")  # setup.py copies them here
 INFO = "_build_info.py"  # setup.py writes it last, next to the build
 _SECONDS_BETWEEN_LINES = 20.0  # of progress
+_SECONDS_BETWEEN_LOOKS = 0.5  # at the compiled files, for a bar
 _LAST_LINES = 15  # of the compiler's output in an error
 
 
@@ -81,10 +84,7 @@ def _compile(scratch: Path, command: str) -> Path:
     with log.open("w") as output:
         process = subprocess.Popen(setup, cwd=SOURCES, env=environment, stdout=output, stderr=subprocess.STDOUT)
         try:
-            while process.poll() is None:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(_SECONDS_BETWEEN_LINES)
-                _say(f"{sum(1 for _ in scratch.rglob('*.o'))} of at most {num_sources} files compiled")
+            _wait(process, scratch, num_sources)
         finally:
             process.kill()
     if process.returncode != 0:
@@ -95,6 +95,19 @@ def _compile(scratch: Path, command: str) -> Path:
     for planner in package.glob("_planner*"):
         planner.unlink()
     return package
+
+
+def _wait(process: subprocess.Popen[bytes], scratch: Path, num_sources: int) -> None:
+    """Waits for the compilation, with a bar on a terminal, else with a line from time to time."""
+    on_terminal = sys.stderr.isatty()
+    with progress_bar.Bar("shardwright: compiling", num_sources, "file") as bar:
+        while process.poll() is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_SECONDS_BETWEEN_LOOKS if on_terminal else _SECONDS_BETWEEN_LINES)
+            compiled = sum(1 for _ in scratch.rglob("*.o"))
+            bar.show(compiled)
+            if not on_terminal:
+                _say(f"{compiled} of at most {num_sources} files compiled")
 
 
 def _compiler() -> str:

@@ -17,8 +17,8 @@ from ..layouts import argument_values, tables
 from ..layouts.topology import Topology
 from ..runtime import groups
 from .job import job_of
-from .links import measure_links, traffic_of
-from .products import calibrate_gemm, check_dtype, measure_products, report_of
+from .links import measure_links, num_link_rounds, traffic_of
+from .products import calibrate_gemm, check_dtype, measure_products, num_product_rounds, report_of
 
 __all__ = ["calibrate", "calibrate_gemm", "forget"]
 
@@ -35,6 +35,7 @@ def calibrate(
     quick: bool = False,
     dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16),
     apply: bool | None = None,
+    progress: bool = False,
 ) -> Topology:
     """Measures the links and products of a job in a few seconds. Later plans use the result.
 
@@ -60,6 +61,7 @@ def calibrate(
             measurements, scaled by size. If empty, no products are measured.
         apply: use the measurements for later plans and products. Default: only if all ranks of the job were measured,
             since tables must be equal on all ranks.
+        progress: True for a bar on rank 0 if stderr is a terminal, with tqdm if it is installed.
 
     Returns:
         A `Topology`, equal on all ranks, with times in picoseconds per collective, per message and per KiB. On one node
@@ -83,12 +85,14 @@ def calibrate(
     wanted = argument_values.items(dtypes, "dtypes", "a list of dtypes, such as [torch.float32]")
     for dtype in wanted:
         check_dtype("dtypes", dtype)
-    topology, report = measure_links(job, ranks_per_node, name, mesh)
-    gemm_models = {}
-    for dtype in wanted:
-        model = measure_products(job.ranks, job.device, dtype, traffic_of(job, topology), quick)
-        gemm_models[job.device.type, argument_values.dtype_text(dtype)] = model
-        report.append(report_of(dtype, model))
+    num_rounds = num_link_rounds(quick) + len(wanted) * num_product_rounds(quick, with_traffic=job.device.type == "cpu")
+    with job.ranks.showing(num_rounds if progress else 0):
+        topology, report = measure_links(job, ranks_per_node, name, mesh)
+        gemm_models = {}
+        for dtype in wanted:
+            model = measure_products(job.ranks, job.device, dtype, traffic_of(job, topology), quick)
+            gemm_models[job.device.type, argument_values.dtype_text(dtype)] = model
+            report.append(report_of(dtype, model))
     if apply or (apply is None and is_whole):
         tables.set_measured(job.lowering.name, topology, gemm_models)
     if dist.get_rank(job.ranks.group) == 0:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from .._native import _planner
 from ..layouts.errors import argument_error
+from ..progress_bar import Bar
 from ..runtime import argument_checks, executables, groups
 
 
@@ -22,6 +24,7 @@ class Ranks:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
         self.is_alone = not dist.is_available() or not dist.is_initialized()
+        self._bar: Bar | None = None
 
     def from_all(self, mine: Any) -> list[Any]:
         """Returns every rank's value, by rank."""
@@ -35,6 +38,23 @@ class Ranks:
         """Waits for all ranks."""
         if not self.is_alone:
             dist.barrier(self.group)
+
+    @contextlib.contextmanager
+    def showing(self, num_rounds: int) -> Iterator[None]:
+        """Shows the rounds of the block as a bar on the first rank. 0: shows nothing."""
+        if num_rounds == 0 or not (self.is_alone or dist.get_rank(self.group) == 0):
+            yield
+            return
+        with Bar("calibrate", num_rounds, "round") as self._bar:
+            yield
+        self._bar = None
+
+    def rounds(self, count: int) -> Iterator[int]:
+        """Yields the numbers of rounds of measurements."""
+        for index in range(count):
+            yield index
+            if self._bar is not None:
+                self._bar.advance()
 
     def slowest(self, turns: list[list[float]], quantile: float) -> list[float]:
         """Returns the seconds of each measured call: a low quantile over rounds of the time on the slowest rank.

@@ -59,6 +59,11 @@ class _Series(NamedTuple):
 _Points = list[tuple[int, int, float]]  # peers, sent bytes, seconds
 
 
+def num_link_rounds(quick: bool) -> int:
+    """Returns the number of rounds of `measure_links`."""
+    return _ROUNDS_QUICK if quick else _ROUNDS
+
+
 def measure_links(job: Job, given_per_node: int | None, name: str, mesh: Any | None) -> tuple[Topology, list[str]]:
     """Returns the topology and a report of the measurements, both equal on all ranks."""
     if not isinstance(name, str):
@@ -157,7 +162,7 @@ def _take_points(job: Job, series: list[_Series]) -> tuple[dict[str, _Points], f
     once = job.ranks.slowest([[batch(call, 2) for call in calls]], _LOW_QUANTILE)
     budget = _BATCH_SECONDS_QUICK if job.quick else _BATCH_SECONDS
     repeats = [min(max(round(budget / seconds), 1), _MAX_CALLS) for seconds in once]
-    rounds = range(_ROUNDS_QUICK if job.quick else _ROUNDS)
+    rounds = job.ranks.rounds(num_link_rounds(job.quick))
     turns = [[batch(*call_and_repeats) for call_and_repeats in zip(calls, repeats)] for _ in rounds]
     *measured, copy_seconds = job.ranks.slowest(turns, _LOW_QUANTILE)
     points: dict[str, _Points] = {}

@@ -59,6 +59,11 @@ def calibrate_gemm(
     return measure_products(Ranks(group), device, dtype)
 
 
+def num_product_rounds(quick: bool, with_traffic: bool) -> int:
+    """Returns the number of rounds of `measure_products` for one dtype."""
+    return (_REPEATS_QUICK if quick else _REPEATS) * (3 if with_traffic else 1)
+
+
 def check_dtype(argument: str, dtype: object) -> None:
     """Raises ValueError unless `dtype` is a floating-point torch.dtype of at least 16 bits."""
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize == 1:
@@ -81,15 +86,17 @@ def measure_products(
     assert work is not None
     if any(ranks.from_all(work.is_slow)):
         work.make(work.n // 2)
-    repeats = range(_REPEATS_QUICK if quick else _REPEATS)
-    large, small, copy = ranks.slowest([work.times_alone(ranks) for _ in repeats], _LOW_QUANTILE)
+    repeats = num_product_rounds(quick, with_traffic=False)
+    large, small, copy = ranks.slowest([work.times_alone(ranks) for _ in ranks.rounds(repeats)], _LOW_QUANTILE)
     slowdown, chunk = None, 0.0
     if traffic is not None:
         lasts = _TRAFFIC_LASTS * _LARGE_CALLS * large
-        alone, during = ranks.slowest([work.times_during(ranks, traffic, lasts) for _ in repeats], _LOW_QUANTILE)
+        turns = [work.times_during(ranks, traffic, lasts) for _ in ranks.rounds(repeats)]
+        alone, during = ranks.slowest(turns, _LOW_QUANTILE)
         slowdown = max(during / alone - 1, 0.0)
         lasts = _CHUNKS_LAST * large
-        times = ranks.slowest([work.times_in_chunks(ranks, traffic, lasts) for _ in repeats], _LOW_QUANTILE)
+        turns = [work.times_in_chunks(ranks, traffic, lasts) for _ in ranks.rounds(repeats)]
+        times = ranks.slowest(turns, _LOW_QUANTILE)
         chunk = late_by_chunk(times, large, slowdown)
     return work.model(large, small, copy, slowdown, chunk, ranks.from_all(work.tiles)[0])
 

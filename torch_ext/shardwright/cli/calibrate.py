@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from ..calibration.job import job_of
-from ..calibration.links import measure_links
+from ..calibration.links import measure_links, num_link_rounds
 from .options import parse_mesh, write_file
 from .parsers import calibrate_parser
 
@@ -49,7 +49,8 @@ def _calibrate_job(arguments: argparse.Namespace) -> None:
     try:
         mesh = _make_mesh(arguments.mesh, device)
         job = job_of(None, device, mesh, arguments.quick)
-        topology, report = measure_links(job, arguments.ranks_per_node, arguments.name, mesh)
+        with job.ranks.showing(num_link_rounds(arguments.quick)):
+            topology, report = measure_links(job, arguments.ranks_per_node, arguments.name, mesh)
         if dist.get_rank() == 0:
             print("\n".join(report))
             _show(topology.to_json(), arguments.out)
