@@ -1,6 +1,7 @@
 """Trains a sharded model with Muon, whose updates need whole matrices, and compares three ways to get them.
 
     python examples/muon.py [--ranks 4] [--width 512] [--layers 4]
+    torchrun --nproc-per-node 4 examples/muon.py
 
 - torch.optim.Muon multiplies DTensors, and DTensor moves the operands of every product;
 - every rank gathers every matrix with `full_tensor()` and computes all updates;
@@ -11,6 +12,7 @@ The trained weights are compared with those of torch.optim.Muon on the unsharded
 
 import argparse
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -171,7 +173,8 @@ def run(width: int, layers: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=4)
+    by_torchrun = int(os.environ.get("WORLD_SIZE", "4"))
+    parser.add_argument("--ranks", type=int, default=by_torchrun, help="default: as torchrun says, or 4")
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--layers", type=int, default=4)
     arguments = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Starts the demo's ranks: processes on this machine, connected by a Gloo process group over the loopback device."""
+"""Starts the ranks of examples: processes on this machine, connected by Gloo over the loopback device."""
 
 import itertools
 import logging
@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import forkserver
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,8 +19,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 def launch(world_size: int, body: Callable, *args) -> None:
     """Runs `body(*args)` on `world_size` ranks and returns when all are done; raises if one fails.
 
-    Ranks are forked from one server that has imported torch, so that only the first launch pays for the import.
+    Under torchrun, this process is one of the ranks. Otherwise ranks are forked from one server that has imported
+    torch, so that only the first launch pays for the import.
     """
+    if "RANK" in os.environ:
+        if int(os.environ["WORLD_SIZE"]) != world_size:
+            raise SystemExit(f"this program needs {world_size} ranks, got {os.environ['WORLD_SIZE']} from torchrun")
+        _run(body, args, init_method="env://")
+        return
     forkserver.set_forkserver_preload(["torch.distributed.tensor.parallel"])
     with tempfile.TemporaryDirectory() as folder:
         rank_args = (world_size, os.path.join(folder, "store"), body, args)
@@ -48,14 +55,19 @@ def over_ranks(values: list[float], op: dist.ReduceOp.RedOpType) -> list[float]:
 
 
 def _run_rank(rank: int, world_size: int, store_path: str, body: Callable, args: tuple) -> None:
+    store = dist.FileStore(store_path, world_size)
+    _run(body, args, store=store, rank=rank, world_size=world_size)
+
+
+def _run(body: Callable, args: tuple, **of_group: Any) -> None:
+    """Runs the body on this rank, in a process group of its own."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", module="torch")
     for module in ("_collective_utils", "_redistribute"):  # stock's performance warnings would break the tables
         logging.getLogger(f"torch.distributed.tensor.{module}").setLevel(logging.ERROR)
     if os.path.exists("/sys/class/net/lo"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = dist.FileStore(store_path, world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=120))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120), **of_group)
     try:
         body(*args)
         dist.barrier()

@@ -1,5 +1,6 @@
 """Plain terminal output from rank 0, at most 100 columns."""
 
+import os
 import sys
 import textwrap
 
@@ -9,8 +10,8 @@ WIDTH = 100
 
 
 def is_speaker() -> bool:
-    """Returns whether this process prints: rank 0, or a process outside of any group."""
-    return not dist.is_initialized() or dist.get_rank() == 0
+    """Returns True if this process prints: rank 0, also before and after it has a group, or a process without ranks."""
+    return dist.get_rank() == 0 if dist.is_initialized() else os.environ.get("RANK", "0") == "0"
 
 
 def say(line: str = "") -> None:

@@ -111,7 +111,7 @@ class Record:
     received_bytes: float = 0
 
 
-def train(mesh: DeviceMesh) -> Trainer:
+def train(mesh: DeviceMesh, num_blocks: int = NUM_BLOCKS) -> Trainer:
     """Trains on this rank with both engines alternately; rank 0 prints. Returns the trainer of shardwright."""
     config, text = Config(), read_text()
     say_text(
@@ -127,9 +127,9 @@ def train(mesh: DeviceMesh) -> Trainer:
     records = {name: Record() for name in ENGINES}
     sw.reset_stats()
 
-    num_steps = NUM_BLOCKS * STEPS_PER_BLOCK
+    num_steps = num_blocks * STEPS_PER_BLOCK
     progress = ProgressBar("training", len(ENGINES) * num_steps)
-    for block, name in itertools.product(range(NUM_BLOCKS), ENGINES):
+    for block, name in itertools.product(range(num_blocks), ENGINES):
         with ENGINES[name]():
             for step in range(block * STEPS_PER_BLOCK, (block + 1) * STEPS_PER_BLOCK):
                 _timed_step(trainers[name], batches[step], records[name])

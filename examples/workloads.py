@@ -87,22 +87,22 @@ def run_case(label: str, case: Case, n: int, mesh: DeviceMesh, rounds: int = 4, 
     say_row(label, outcomes, least_bytes(mesh, case.shape(n), case.src, case.dst))
 
 
-def planned_moves(trainer: Trainer, mesh: DeviceMesh) -> None:
+def planned_moves(trainer: Trainer, mesh: DeviceMesh, size: int = SIZE) -> None:
     """Part 2, on the four ranks that trained."""
     say_header("on 2 x 2 ranks")
-    run_case(f"{2 * SIZE} x {2 * SIZE}, {STRIDED_TO_PLAIN.name}", STRIDED_TO_PLAIN, 2 * SIZE, mesh)
+    run_case(f"{2 * size} x {2 * size}, {STRIDED_TO_PLAIN.name}", STRIDED_TO_PLAIN, 2 * size, mesh)
     move_weights(trainer, mesh)
 
 
-def gradients() -> None:
+def gradients(size: int = SIZE) -> None:
     """Part 2, on eight ranks of their own."""
     mesh = make_mesh(GRADIENTS.mesh_shape, MESH_NAMES[3])
     say("\n  on 2 x 2 x 2 ranks")
-    run_case(f"gradients {SIZE} x {SIZE}, {arrow(GRADIENTS.src, GRADIENTS.dst)}", GRADIENTS, SIZE, mesh)
+    run_case(f"gradients {size} x {size}, {arrow(GRADIENTS.src, GRADIENTS.dst)}", GRADIENTS, size, mesh)
 
 
-def table_of_twelve(mesh: DeviceMesh) -> None:
+def table_of_twelve(mesh: DeviceMesh, size: int = SIZE) -> None:
     """Part 3."""
-    say_header(f"about {SIZE} x {SIZE} float32")
+    say_header(f"about {size} x {size} float32")
     for case in TWELVE:
-        run_case(f"{case.name:21}{arrow(case.src, case.dst)}", case, SIZE, mesh)
+        run_case(f"{case.name:21}{arrow(case.src, case.dst)}", case, size, mesh)

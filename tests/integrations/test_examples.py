@@ -1,0 +1,30 @@
+"""The programs in examples/ that need other libraries run as a whole."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.mark.parametrize(
+    ("program", "num_ranks"),
+    [("transformers_tp.py", 2), ("torchtitan_linear.py", 4), ("torchtitan_fully_shard.py", 4)],
+)
+def test_program_runs_under_torchrun(program: str, num_ranks: int) -> None:
+    """The programs compare their results with the unsharded model's, and fail if they differ."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    ran = subprocess.run(
+        [sys.executable, *launcher, str(EXAMPLES / program)],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert ran.stdout
