@@ -57,15 +57,19 @@ def test_scripts_have_all_options(shell: str, capsys: pytest.CaptureFixture[str]
         assert [option for option in _options(command) if option not in script] == []
 
 
-# Types a line and a tab into an interactive zsh, and prints what it shows.
+# Types a line and two tabs into an interactive zsh, and prints what it shows once all completions are there.
 _TYPED = """
 zmodload zsh/zpty
 zpty shell zsh -f -i
 zpty -w shell 'autoload -U compinit; compinit -u -D; source {script}; PS1=; setopt list_packed; echo read"y"'
 zpty -r shell shown '*ready*'
 zpty -w -n shell $'shardwright {line}\\t\\t'
-sleep 1
-while zpty -r -t shell part; do print -rn -- "$part"; done
+for _ in {{1..100}}; do
+  sleep 0.1
+  while zpty -r -t shell part; do shown+=$part; done
+  if [[ {found} ]]; then break; fi
+done
+print -r -- "$shown"
 """
 
 
@@ -84,7 +88,8 @@ def test_zsh_completes(
 ) -> None:
     script = tmp_path_factory.mktemp("zsh") / "_shardwright"
     script.write_text(_script("zsh", capsys))
-    typed = _TYPED.format(script=script, line=line)
+    found = " && ".join(f"$shown == *{word}*" for word in completions)
+    typed = _TYPED.format(script=script, line=line, found=found)
     ran = subprocess.run(["zsh", "-f", "-c", typed], capture_output=True, text=True, timeout=60)
     assert [word for word in completions if word not in ran.stdout] == [], ran.stdout + ran.stderr
 
