@@ -52,7 +52,8 @@ class tqdm:
 def _on_terminal(code: str, folder: pathlib.Path) -> str:
     """Runs code whose stderr is a terminal, with `folder` first on its path. Returns what the terminal gets."""
     ours, theirs = pty.openpty()
-    environment = os.environ | {"PYTHONPATH": str(folder)}
+    paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     process = subprocess.Popen([sys.executable, "-c", code], stderr=theirs, env=environment)
     os.close(theirs)
     shown = b""

@@ -167,6 +167,6 @@ def test_trace_of_a_training_step(pool: Pool, tmp_path: Path) -> None:
         assert any(name.startswith("shardwright::redistribute [S(0)] -> [R]") for name in times), list(times)
         assert any("[P(avg)] -> [S(0)]" in name for name in times), list(times)
         assert any("product" in name for name in times), list(times)
-        assert "shardwright::step 1 of 1 (all_to_all over a)" in times, list(times)
+        assert any(name.startswith("shardwright::step 1 of 1 (all_to_all over a)") for name in times), list(times)
     spans = [times[exchange][0] for times in ranges.values()]
     assert max(begin for begin, _ in spans) < min(end for _, end in spans), "a rank has data that was not sent yet"
