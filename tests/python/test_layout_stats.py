@@ -47,6 +47,7 @@ def _recorded() -> tuple[dict[str, Any], float, int]:
     return sw.stats(by="layout"), time.perf_counter() - begin, meter.received_bytes
 
 
+@pytest.mark.cpu_only("its tensors are on the CPU")
 def test_calls_bytes_and_times_by_layout(pool: Pool) -> None:
     for rows, seconds, metered in pool.run(_recorded, WORLD):
         calls = {key: row["calls"] for key, row in rows.items()}
@@ -80,6 +81,7 @@ def _started() -> dict[str, Any]:
     return sw.stats(by="layout")
 
 
+@pytest.mark.cpu_only("its tensors are on the CPU")
 def test_started_transfers_are_recorded(pool: Pool) -> None:
     for rows in pool.run(_started, WORLD):
         assert {key: (row["calls"], row["bytes"]) for key, row in rows.items()} == {GATHER: (1, 15 * 8 * 4)}
@@ -95,6 +97,7 @@ def _without_recording() -> int:
     return sw.stats()["calls"]
 
 
+@pytest.mark.cpu_only("its tensors are on the CPU")
 def test_nothing_is_recorded_by_default(pool: Pool) -> None:
     assert pool.run(_without_recording, WORLD) == [1] * WORLD
 

@@ -108,6 +108,7 @@ def _redistributes() -> tuple[list[str], list[str], list[str]]:
     return first, again, pinned
 
 
+@pytest.mark.cpu_only("expects Gloo's plans")
 def test_each_plan_is_logged_once(pool: Pool) -> None:
     for first, again, pinned in pool.run(_redistributes, WORLD):
         (line,) = first
@@ -133,6 +134,7 @@ def _others() -> tuple[list[str], list[str], list[str]]:
     return _logged(batch(6)), product, _logged(batch(9), logging.INFO)
 
 
+@pytest.mark.cpu_only("its tensors are on the CPU")
 def test_plans_of_batches_and_products_are_logged(pool: Pool) -> None:
     for batch, product, at_info in pool.run(_others, WORLD):
         assert len(batch) == 1 and batch[0].startswith("plan: 2 tensors in ")

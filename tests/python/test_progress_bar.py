@@ -153,6 +153,7 @@ def _work(folder: str) -> dict[str, list[tuple[str, int, bool, bool]]]:
     return bars if dist.get_rank() == 0 else {key: made for key, made in bars.items() if made}
 
 
+@pytest.mark.cpu_only("its tensors are on the CPU")
 def test_bars_reach_their_totals_on_rank_0(pool: Pool, tmp_path: pathlib.Path) -> None:
     first, *others = pool.run(_work, WORLD, str(tmp_path / "checkpoint"))
     assert others == [{}] * (WORLD - 1)

@@ -150,6 +150,7 @@ def _step(folder: str) -> None:
     profile.export_chrome_trace(f"{folder}/{dist.get_rank()}.json")
 
 
+@pytest.mark.cpu_only("profiles the CPU")
 def test_trace_of_a_training_step(pool: Pool, tmp_path: Path) -> None:
     """A rank has a lane. A redistribute is a range with layouts and bytes, and has a range for each of its steps."""
     pool.run(_step, WORLD, str(tmp_path))
