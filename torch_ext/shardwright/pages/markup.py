@@ -6,6 +6,7 @@ import html
 from collections.abc import Iterable, Sequence
 
 NUM_COLORS = 6
+_NO_BREAK = "\u00a0"  # a space at which no line ends
 
 _STYLE = """
 :root { color-scheme: light dark; --page: #ffffff; --card: #f5f6f8; --ink: #1b1f24; --soft: #57606a; --line: #d5d9de;
@@ -46,7 +47,7 @@ tbody th { color: var(--ink); font-size: 1rem; font-weight: 400; }
 .picture svg { display: block; margin: 0 auto; max-width: max(100%, 48rem); height: auto; }
 pre { background: var(--card); border-radius: 0.5rem; padding: 0.8rem; overflow-x: auto; font-size: 0.85rem; }
 ul.remarks { padding-left: 1.2rem; } ul.remarks li { margin: 0.25rem 0; }
-@media (max-width: 40rem) {
+@media (max-width: 48rem) {
   .cards thead { position: absolute; clip-path: inset(50%); width: 1px; height: 1px; overflow: hidden; }
   .cards tr { display: block; padding: 0.5rem 0; border-bottom: 1px solid var(--line); }
   .cards th, .cards td { display: flex; justify-content: space-between; gap: 1rem; border: 0; padding: 0.12rem 0;
@@ -104,15 +105,17 @@ def bytes_text(count: int) -> str:
         if value < 1024:
             break
         value, unit = value / 1024, larger
-    text = f"{count:,} B" if unit == "B" else f"{value:.4g} {unit}"
+    text = f"{count:,}{_NO_BREAK}B" if unit == "B" else f"{value:.4g}{_NO_BREAK}{unit}"
     return f'<span title="{count:,} bytes">{text}</span>'
 
 
 def time_text(microseconds: float) -> str:
     """Returns a time such as "12.3 µs"."""
+    if 0 < microseconds < 0.1:
+        return f"{1000 * microseconds:.3g}{_NO_BREAK}ns"
     value, unit = microseconds, "µs"
     for larger in ("ms", "s"):
         if value < 1000:
             break
         value, unit = value / 1000, larger
-    return f"{value:.3g} {unit}" if value < 100 else f"{value:,.0f} {unit}"
+    return f"{value:.3g}{_NO_BREAK}{unit}" if value < 100 else f"{value:,.0f}{_NO_BREAK}{unit}"

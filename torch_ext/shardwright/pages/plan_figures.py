@@ -61,14 +61,14 @@ def figures_of(plan: Plan) -> list[StepFigures]:
     for number, (step, entry, line) in enumerate(zip(plan.steps, table["steps"], lines, strict=False), 1):
         name, _, rest = line.removeprefix(f"{number}. ").partition(": ")
         alone = [_alone(plan, table, step, entry, links) for links in (_BETWEEN_ONLY, _BOTH)]
-        between, both = (round(p.steps[0].predicted_us * 1e6) for p in alone)
+        inside, between = _by_link(step, *(round(p.steps[0].predicted_us * 1e6) for p in alone))
         found.append(
             StepFigures(
                 step=step,
                 name=name,
                 layouts=rest.partition(", receives ")[0].removesuffix(", local"),
                 predicted_us=step.predicted_us,
-                bytes_inside=both - between * _BETWEEN,
+                bytes_inside=inside,
                 bytes_between=between,
                 peak_bytes=alone[0].peak_bytes,
                 received_by_rank=[_received(alone[0], rank) for rank in ranks],
@@ -84,6 +84,18 @@ def classes_of(ranks: Sequence[int], figures: Sequence[StepFigures]) -> dict[tup
         for rank, *received in zip(ranks, *(entry.received_by_rank for entry in figures), strict=True):
             classes.setdefault(tuple(received), []).append(rank)
     return classes
+
+
+def _by_link(step: Step, between: int, both: int) -> tuple[int, int]:
+    """Returns bytes within nodes and between nodes, from the step's times under the two topologies.
+
+    A step that uses one kind of link has its exact bytes; times of uneven parts come from the corners of the mesh.
+    """
+    inside = both - between * _BETWEEN
+    if inside and between:
+        return inside, between
+    worst = max(step.wire_bytes_max, step.send_bytes_max)
+    return (worst, 0) if inside else (0, worst)
 
 
 def _alone(
