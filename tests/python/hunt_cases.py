@@ -242,6 +242,8 @@ def known_fault(case: Case) -> str:
         return "with a store, a backward uses the copies of its forward, whatever was written to parameters since"
     if "regularised" in backwards and any(block.kind in ("parameter_list", "uneven") for block in case.blocks):
         return "a penalty on a parameter of which a rank has no part raises on that rank alone"
+    if any(step.backward == "stale" and step.losses == "by_rank" for step in case.steps):
+        return "only the ranks whose loss leads to a written weight raise at once; the others wait until their timeout"
     if any(step.fails == "caught" and step.entry == "checkpoint" for step in case.steps):
         return "a checkpoint computes again without the error that its forward has caught"
     by_rank = [step for step in case.steps if step.losses == "by_rank"]
