@@ -84,9 +84,9 @@ CutRule CutRule::pieces(const std::vector<std::vector<Interval>>& lists) {
                  interval.end, ") for coordinate ", c);
       append(list, interval);
     }
-    const auto is_later = [](const Interval& a, const Interval& b) { return a.end > b.begin; };
+    const auto overlap = [](const Interval& a, const Interval& b) { return a.end > b.begin; };
     const std::vector<Interval> sorted = sorted_by_begin(list);
-    const auto twice = std::adjacent_find(sorted.begin(), sorted.end(), is_later);
+    const auto twice = std::adjacent_find(sorted.begin(), sorted.end(), overlap);
     check_user(twice == sorted.end(), "placements: lists of Pieces must contain an element at most once, got element ",
                twice == sorted.end() ? 0 : (twice + 1)->begin, " twice for coordinate ", c);
     pieces->is_partition = pieces->is_partition && is_ascending(list);

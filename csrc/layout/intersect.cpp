@@ -159,7 +159,7 @@ IntervalList at_positions(const IntervalList& list, const IntervalList& position
     append_at_positions(out, list.stored(), positions.stored());
     return out;
   }
-  return at_a(meet(indices_by_position(list), positions_by_index(positions)));
+  return at_a(intersect(indices_by_position(list), positions_by_index(positions)));
 }
 
 IntervalList shared_indices(const IntervalList& a, const IntervalList& b) {
@@ -200,7 +200,7 @@ std::vector<PeriodicRuns> from_b_to_a(const PieceList& pieces) {
 PieceList intersect(const IntervalList& a, const IntervalList& b, const IntervalList& only) {
   // Keys are local positions in `only`. They ascend together with the local positions in b.
   if ((repeat(a, b) || only.has_repeats()) && is_ascending(a) && is_ascending(b)) {
-    return meet(from_b_to_a(intersect(a, only)), from_b_to_a(intersect(b, only)));
+    return intersect(from_b_to_a(intersect(a, only)), from_b_to_a(intersect(b, only)));
   }
   // Returns runs with local positions in `only` as keys and local positions in `list` as values.
   const auto runs_of = [&](const IntervalList& list) {
@@ -217,7 +217,8 @@ PieceList intersect(const IntervalList& a, const IntervalList& b, const Interval
 }
 
 PieceList intersect(const IntervalList& a, const IntervalList& b) {
-  if (repeat(a, b) && is_ascending(a) && is_ascending(b)) return meet(positions_by_index(a), positions_by_index(b));
+  if (repeat(a, b) && is_ascending(a) && is_ascending(b))
+    return intersect(positions_by_index(a), positions_by_index(b));
   PieceList pieces;
   for_each_shared_run(a, b, [&](const Piece& piece) { pieces.append(piece); });
   return pieces;

@@ -7,7 +7,8 @@
 namespace shardwright {
 namespace {
 
-// Fixed cost of the ways that do not list all runs, in visited runs. Without it, short repetitions would not be listed.
+// Fixed cost of the methods that do not list all runs, in visited runs. Without it, short repetitions would not be
+// listed.
 constexpr int64_t kSetUp = 4;
 
 // Calls visit(run) for the runs of all repetitions with keys in [begin, end), clipped to these keys.
@@ -43,15 +44,15 @@ class PeriodicOverlap {
   PeriodicOverlap(const PeriodicRuns& a, const PeriodicRuns& b, PieceList& out)
       : a_(a), b_(b), begin_(std::max(a.begin(), b.begin())), end_(std::min(a.end(), b.end())), out_(out) {}
 
-  // Estimates the number of runs that each way visits (periodic_runs.h), and takes the way with the fewest.
+  // Estimates the number of runs that each method visits (periodic_runs.h), and takes the method with the fewest.
   void append_pieces() const {
     if (begin_ >= end_) return;
     const int64_t runs_of_a = runs_in_range(a_);
     const int64_t runs_of_b = runs_in_range(b_);
     const int64_t by_listing = runs_of_a + runs_of_b;
-    const int64_t by_common_periods = runs_in_common_periods();
-    const int64_t by_runs_of_a = runs_in_runs_of(a_, runs_of_a, b_);
-    const int64_t by_runs_of_b = runs_in_runs_of(b_, runs_of_b, a_);
+    const int64_t by_common_periods = runs_in_common_period();
+    const int64_t by_runs_of_a = runs_visited(a_, runs_of_a, b_);
+    const int64_t by_runs_of_b = runs_visited(b_, runs_of_b, a_);
     const int64_t least = std::min({by_listing, by_common_periods, by_runs_of_a, by_runs_of_b});
     if (least == by_listing) return list(begin_);
     if (least == by_common_periods) return take_common_periods();
@@ -62,7 +63,7 @@ class PeriodicOverlap {
   }
 
  private:
-  static constexpr int64_t kNever = INT64_MAX;  // the number of runs of a way that does not apply
+  static constexpr int64_t kInapplicable = INT64_MAX;  // the number of runs of a method that does not apply
 
   // Returns about the number of runs with keys in [begin_, end_).
   int64_t runs_in_range(const PeriodicRuns& periodic) const {
@@ -84,20 +85,20 @@ class PeriodicOverlap {
   }
 
   // Returns the number of runs that take_common_periods() visits: those of one common period, and of the rest.
-  int64_t runs_in_common_periods() const {
+  int64_t runs_in_common_period() const {
     const int64_t period = common_period();
-    if (period == 0) return kNever;
+    if (period == 0) return kInapplicable;
     const int64_t of_one = period / a_.key_period * static_cast<int64_t>(a_.runs.size()) +
                            period / b_.key_period * static_cast<int64_t>(b_.runs.size());
     return 2 * of_one + kSetUp;
   }
 
-  // Returns the number of runs that take_run() visits if it is called for all `num_walked` runs of `walked`; kNever
-  // unless the mean run spans at least two repetitions of `periodic`.
-  static int64_t runs_in_runs_of(const PeriodicRuns& walked, int64_t num_walked, const PeriodicRuns& periodic) {
-    if (periodic.count == 1) return kNever;
+  // Returns the number of runs that take_run() visits if it is called for all `num_walked` runs of `walked`;
+  // kInapplicable unless the mean run spans at least two repetitions of `periodic`.
+  static int64_t runs_visited(const PeriodicRuns& walked, int64_t num_walked, const PeriodicRuns& periodic) {
+    if (periodic.count == 1) return kInapplicable;
     const int64_t mean_length = walked.num_keys / static_cast<int64_t>(walked.runs.size());
-    if (mean_length < 2 * periodic.key_period) return kNever;
+    if (mean_length < 2 * periodic.key_period) return kInapplicable;
     return num_walked * (2 * static_cast<int64_t>(periodic.runs.size()) + kSetUp);
   }
 
@@ -124,12 +125,13 @@ class PeriodicOverlap {
   template <bool is_of_a>
   void take_run(const KeyRun& run, const PeriodicRuns& other) const {
     const int64_t end = run.key + run.length;
-    const auto piece_of = [&](const KeyRun& met) {
-      const int64_t value = run.value + met.key - run.key;
-      return is_of_a ? Piece{met.length, value, met.value} : Piece{met.length, met.value, value};
+    const auto piece_of = [&](const KeyRun& other_run) {
+      const int64_t value = run.value + other_run.key - run.key;
+      return is_of_a ? Piece{other_run.length, value, other_run.value}
+                     : Piece{other_run.length, other_run.value, value};
     };
     const auto append_listed = [&](int64_t from, int64_t to) {
-      for_each_run(other, from, to, [&](const KeyRun& met) { out_.append(piece_of(met)); });
+      for_each_run(other, from, to, [&](const KeyRun& other_run) { out_.append(piece_of(other_run)); });
     };
     const int64_t period = other.key_period;
     const int64_t first = (run.key - other.begin() + period - 1) / period;  // the first full repetition
@@ -138,7 +140,7 @@ class PeriodicOverlap {
     const int64_t from = other.begin() + first * period;
     append_listed(run.key, from);
     std::vector<Piece> pieces;
-    for_each_run(other, from, from + period, [&](const KeyRun& met) { pieces.push_back(piece_of(met)); });
+    for_each_run(other, from, from + period, [&](const KeyRun& other_run) { pieces.push_back(piece_of(other_run)); });
     const Piece::Shift shift{is_of_a ? period : other.value_period, is_of_a ? other.value_period : period};
     out_.append_repeated(pieces, shift, times);
     append_listed(from + times * period, end);
@@ -189,7 +191,7 @@ std::vector<PeriodicRuns> indices_by_position(const IntervalList& list) {
 }
 
 // Merges the two sequences of ranges, and intersects each two ranges that overlap.
-PieceList meet(const std::vector<PeriodicRuns>& a, const std::vector<PeriodicRuns>& b) {
+PieceList intersect(const std::vector<PeriodicRuns>& a, const std::vector<PeriodicRuns>& b) {
   PieceList pieces;
   for (auto i = a.begin(), j = b.begin(); i != a.end() && j != b.end();) {
     PeriodicOverlap(*i, *j, pieces).append_pieces();

@@ -2,16 +2,16 @@
 //
 // A list is viewed as a map from keys to values: from indices to local positions, to intersect two lists, or from local
 // positions to indices, to find the indices at some positions. A map is a sequence of repeating ranges (PeriodicRuns):
-// runs of keys that repeat `count` times. Two overlapping ranges with periods p and q are intersected in one of three
-// ways:
+// runs of keys that repeat `count` times. Two overlapping ranges with periods p and q are intersected by one of three
+// methods:
 //
 //   in common periods   The overlap within lcm(p, q) keys repeats. The remainder is merged.
 //   run by run          Within one run of one range, the other range repeats. Both ends are listed.
 //   listed              The runs of both ranges are listed and merged.
 //
-// The way that visits the fewest runs is taken. For n keys and one run per repetition these are at most about 2 sqrt(n)
-// runs: if p or q is at least sqrt(n), that range has at most sqrt(n) runs, and otherwise there are at most p + q runs
-// within lcm(p, q).
+// The method that visits the fewest runs is taken. For n keys and one run per repetition these are at most about 2
+// sqrt(n) runs: if p or q is at least sqrt(n), that range has at most sqrt(n) runs, and otherwise there are at most p +
+// q runs within lcm(p, q).
 #pragma once
 
 #include <algorithm>
@@ -61,6 +61,6 @@ std::vector<PeriodicRuns> indices_by_position(const IntervalList& list);
 
 // Returns the runs of keys that are in both maps, by ascending keys. The positions of a piece are the values of its
 // first key in map a and in map b.
-PieceList meet(const std::vector<PeriodicRuns>& a, const std::vector<PeriodicRuns>& b);
+PieceList intersect(const std::vector<PeriodicRuns>& a, const std::vector<PeriodicRuns>& b);
 
 }  // namespace shardwright
