@@ -39,7 +39,7 @@ void count_bytes(const BatchPlan& plan, BatchCertificate& certificate) {
       received_elements += kind.exchange->num_elements(rank, Direction::kReceive);
     }
     certificate.received_bytes_sum += received_elements * bytes;
-    certificate.kept_bytes_sum += (kind.exchange->needed_by_all() - received_elements) * bytes;
+    certificate.kept_bytes_sum += (kind.exchange->total_needed_elements() - received_elements) * bytes;
   }
   int64_t busiest = 0;
   for (size_t r = 0; r < received.size(); ++r) {

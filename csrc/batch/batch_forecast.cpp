@@ -82,7 +82,7 @@ BatchForecast::OfDestination costs_of(const BatchPlan& plan, const std::vector<i
   for (const int k : kinds) {
     const Kind& kind = plan.kinds()[k];
     const int64_t bytes = plan.wire_dtype(kind.item).size_bytes();
-    costs.kept_bytes += kind.exchange->needed_by_all() * bytes;
+    costs.kept_bytes += kind.exchange->total_needed_elements() * bytes;
     for (const ItemLoad& load : kind.loads) {
       const Rank rank = plan.ranks()[load.rank];
       for (const auto& [peer, elements] : kind.exchange->message_sizes(rank, Direction::kReceive)) {

@@ -165,8 +165,8 @@ class Bounds {
     const std::span<const int64_t> to = dst_.shards_of(dst_part);
     int64_t elements = 1;
     for (size_t t = 0; t < overlaps_.size() && elements > 0; ++t) {
-      const ShardOverlaps::Overlap* met = overlaps_[t].between(from[t], to[t]);
-      elements *= met == nullptr ? 0 : met->elements;
+      const ShardOverlaps::Overlap* overlap = overlaps_[t].between(from[t], to[t]);
+      elements *= overlap == nullptr ? 0 : overlap->elements;
     }
     return elements;
   }
@@ -215,9 +215,9 @@ class Bounds {
     if (shards.size() == overlaps_.size()) return visit(dst_.part_of(shards), elements);
     const size_t t = shards.size();
     shards.push_back(0);
-    for (const ShardOverlaps::Overlap& met : overlaps_[t].of_src(src_.shards_of(src_part)[t])) {
-      shards[t] = met.shard;
-      for_each_overlap(src_part, visit, shards, elements * met.elements);
+    for (const ShardOverlaps::Overlap& overlap : overlaps_[t].of_src(src_.shards_of(src_part)[t])) {
+      shards[t] = overlap.shard;
+      for_each_overlap(src_part, visit, shards, elements * overlap.elements);
     }
   }
 

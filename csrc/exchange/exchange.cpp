@@ -36,7 +36,7 @@ int64_t Exchange::messages_at_most(Rank rank, Direction direction) const {
   return std::ssize(message_sizes(rank, direction));
 }
 
-int64_t Exchange::needed_by_all() const {
+int64_t Exchange::total_needed_elements() const {
   int64_t elements = 0;
   for (const Rank rank : ranks()) {
     if (const std::optional<Region> needed = region(rank, Direction::kReceive)) {

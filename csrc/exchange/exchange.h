@@ -79,7 +79,7 @@ class Exchange {
   // Returns an upper bound on the number of messages that a rank sends or receives.
   virtual int64_t messages_at_most(Rank rank, Direction direction) const;
   // Returns the sum, over all ranks, of the elements that the rank needs, including elements that it keeps.
-  virtual int64_t needed_by_all() const;
+  virtual int64_t total_needed_elements() const;
   // Returns a rank's traffic. A message counts once per round, but at most once per element.
   virtual Traffic traffic(Rank rank, int64_t rounds = 1) const;
   // Returns the largest value of each count over all ranks.

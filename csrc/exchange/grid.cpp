@@ -140,11 +140,11 @@ std::vector<Owned> sorted_intervals(const std::vector<IntervalList>& lists) {
 }
 
 // Pairs of a shard of src and a number of common elements. A shard may occur several times.
-using Runs = std::vector<std::pair<int64_t, int64_t>>;
+using ShardElements = std::vector<std::pair<int64_t, int64_t>>;
 
 // Returns the overlaps of a list with the source's intervals, sorted by shard.
-Runs runs_met(const std::vector<Owned>& owned, const IntervalList& list) {
-  Runs runs;
+ShardElements overlaps_by_interval(const std::vector<Owned>& owned, const IntervalList& list) {
+  ShardElements overlaps;
   for (const Interval& interval : list) {
     auto at = std::partition_point(owned.begin(), owned.end(), [&](const Owned& owned_interval) {
       return owned_interval.interval.end <= interval.begin;
@@ -152,24 +152,24 @@ Runs runs_met(const std::vector<Owned>& owned, const IntervalList& list) {
     for (; at != owned.end() && at->interval.begin < interval.end; ++at) {
       const int64_t begin = std::max(at->interval.begin, interval.begin);
       const int64_t end = std::min(at->interval.end, interval.end);
-      runs.emplace_back(at->shard, end - begin);
+      overlaps.emplace_back(at->shard, end - begin);
     }
   }
-  std::sort(runs.begin(), runs.end());
-  return runs;
+  std::sort(overlaps.begin(), overlaps.end());
+  return overlaps;
 }
 
 // Returns the overlaps of a list with each shard of the source, intersecting pairs of lists.
-Runs slots_met(const std::vector<IntervalList>& lists, const IntervalList& list) {
-  Runs runs;
+ShardElements overlaps_by_shard(const std::vector<IntervalList>& lists, const IntervalList& list) {
+  ShardElements overlaps;
   int64_t total = 0;
   for (size_t shard = 0; shard < lists.size(); ++shard) {
     const int64_t elements = intersection_length(lists[shard], list);
-    if (elements > 0) runs.emplace_back(static_cast<int64_t>(shard), elements);
+    if (elements > 0) overlaps.emplace_back(static_cast<int64_t>(shard), elements);
     total += elements;
   }
   check_invariant(total <= length(list), "parts of the source overlap");
-  return runs;
+  return overlaps;
 }
 
 // Intersecting two lists takes about as long as visiting this many of their intervals.
@@ -190,7 +190,7 @@ ShardOverlaps::ShardOverlaps(const std::vector<IntervalList>& src, const std::ve
   for (const IntervalList& list : dst) {
     const size_t begin = of_dst_.all.size();
     of_dst_.begins.push_back(begin);
-    for (const auto& [shard, elements] : by_pairs ? slots_met(src, list) : runs_met(owned, list)) {
+    for (const auto& [shard, elements] : by_pairs ? overlaps_by_shard(src, list) : overlaps_by_interval(owned, list)) {
       const bool is_first = of_dst_.all.size() == begin;
       if (is_first || of_dst_.all.back().shard != shard) {
         const int64_t before = is_first ? 0 : of_dst_.all.back().before + of_dst_.all.back().elements;
@@ -206,21 +206,22 @@ ShardOverlaps::ShardOverlaps(const std::vector<IntervalList>& src, const std::ve
   std::vector<size_t> next(of_src_.begins.begin(), of_src_.begins.end() - 1);
   for (size_t b = 0; b < dst.size(); ++b) {
     for (size_t i = of_dst_.begins[b]; i < of_dst_.begins[b + 1]; ++i) {
-      Overlap& met = of_dst_.all[i];
-      const size_t first = of_src_.begins[met.shard];
-      const size_t at = next[met.shard]++;
+      Overlap& overlap = of_dst_.all[i];
+      const size_t first = of_src_.begins[overlap.shard];
+      const size_t at = next[overlap.shard]++;
       const int64_t before = at == first ? 0 : of_src_.all[at - 1].before + of_src_.all[at - 1].elements;
-      of_src_.all[at] = {static_cast<int64_t>(b), met.elements, before, static_cast<int64_t>(i - of_dst_.begins[b])};
-      met.index = static_cast<int64_t>(at - first);
+      of_src_.all[at] = {static_cast<int64_t>(b), overlap.elements, before,
+                         static_cast<int64_t>(i - of_dst_.begins[b])};
+      overlap.index = static_cast<int64_t>(at - first);
     }
   }
 }
 
 const ShardOverlaps::Overlap* ShardOverlaps::between(int64_t src_shard, int64_t dst_shard) const {
-  const std::span<const Overlap> met = of_src(src_shard);
-  const auto found =
-      std::partition_point(met.begin(), met.end(), [&](const Overlap& overlap) { return overlap.shard < dst_shard; });
-  return found != met.end() && found->shard == dst_shard ? &*found : nullptr;
+  const std::span<const Overlap> entries = of_src(src_shard);
+  const auto found = std::partition_point(entries.begin(), entries.end(),
+                                          [&](const Overlap& overlap) { return overlap.shard < dst_shard; });
+  return found != entries.end() && found->shard == dst_shard ? &*found : nullptr;
 }
 
 }  // namespace shardwright

@@ -11,7 +11,9 @@ namespace {
 
 using Overlap = ShardOverlaps::Overlap;
 
-int64_t elements_of(std::span<const Overlap> met) { return met.empty() ? 0 : met.back().before + met.back().elements; }
+int64_t elements_of(std::span<const Overlap> entries) {
+  return entries.empty() ? 0 : entries.back().before + entries.back().elements;
+}
 
 }  // namespace
 
@@ -62,12 +64,12 @@ void GridExchange::Geometry::find_absent() {
     for (int t = 0; t < src.ndim() && absent_section.elements > 0; ++t) {
       const int64_t held = src.shards_of(holds->part)[t];
       const int64_t needed = dst.shards_of(needs->part)[t];
-      const Overlap* met = overlaps[t].between(held, needed);
+      const Overlap* common = overlaps[t].between(held, needed);
       const auto choices = static_cast<int64_t>(overlaps[t].of_src(held).size());
       sections *= choices;
       absent_section.index *= choices;
-      if (met != nullptr) absent_section.index += overlaps[t].of_dst(needed)[met->index].index;
-      absent_section.elements *= met != nullptr ? met->elements : 0;
+      if (common != nullptr) absent_section.index += overlaps[t].of_dst(needed)[common->index].index;
+      absent_section.elements *= common != nullptr ? common->elements : 0;
     }
     if (absent_section.elements == 0) continue;
     absent_section.index += needs->replica * sections;
@@ -85,9 +87,9 @@ void GridExchange::Geometry::find_queues() {
     Queue& queue = queues[part];
     queue.part = part;
     for (int t = 0; t < src.ndim(); ++t) {
-      const std::span<const Overlap> met = overlaps[t].of_src(src.shards_of(part)[t]);
-      queue.sections *= static_cast<int64_t>(met.size());
-      queue.elements *= elements_of(met);
+      const std::span<const Overlap> entries = overlaps[t].of_src(src.shards_of(part)[t]);
+      queue.sections *= static_cast<int64_t>(entries.size());
+      queue.elements *= elements_of(entries);
     }
     queue.length = queue.elements * dst.replicas();
     if (!absent[part].empty()) queue.length -= absent[part].back().before + absent[part].back().elements;
@@ -174,13 +176,13 @@ GridExchange::Section GridExchange::section(const Queue& queue, int64_t section_
   int64_t rest = section_index % queue.sections;
   int64_t all_after = 1;
   for (int t = src().ndim() - 1; t >= 0; --t) {
-    const std::span<const Overlap> met = all_->overlaps[t].of_src(shards[t]);
-    const auto choices = static_cast<int64_t>(met.size());
-    const Overlap& own = met[rest % choices];
+    const std::span<const Overlap> entries = all_->overlaps[t].of_src(shards[t]);
+    const auto choices = static_cast<int64_t>(entries.size());
+    const Overlap& own = entries[rest % choices];
     rest /= choices;
     section.begin = own.before * all_after + own.elements * section.begin;
     section.elements *= own.elements;
-    all_after *= elements_of(met);
+    all_after *= elements_of(entries);
   }
   section.begin += section_index / queue.sections * queue.elements;
   const std::vector<AbsentSection>& all = all_->absent[queue.part];
@@ -234,9 +236,9 @@ Rank GridExchange::receiver(const Queue& queue, int64_t section_index) const {
   std::vector<int64_t> shards(from.size());
   int64_t rest = section_index % queue.sections;
   for (size_t t = shards.size(); t-- > 0;) {
-    const std::span<const Overlap> met = all_->overlaps[t].of_src(from[t]);
-    const auto choices = static_cast<int64_t>(met.size());
-    shards[t] = met[rest % choices].shard;
+    const std::span<const Overlap> entries = all_->overlaps[t].of_src(from[t]);
+    const auto choices = static_cast<int64_t>(entries.size());
+    shards[t] = entries[rest % choices].shard;
     rest /= choices;
   }
   return dst().rank_at(shards, section_index / queue.sections);
@@ -282,9 +284,9 @@ void GridExchange::for_each_received(Rank rank, const Ends& ends, const Visit& v
     int64_t section_index = 0;
     int64_t sections_after = 1;
     for (int t = src().ndim() - 1; t >= 0; --t) {
-      const std::span<const Overlap> met = all_->overlaps[t].of_dst(needed[t]);
-      const auto choices = static_cast<int64_t>(met.size());
-      const Overlap& dim_overlap = met[rest % choices];
+      const std::span<const Overlap> entries = all_->overlaps[t].of_dst(needed[t]);
+      const auto choices = static_cast<int64_t>(entries.size());
+      const Overlap& dim_overlap = entries[rest % choices];
       rest /= choices;
       part += dim_overlap.shard * parts_after;
       parts_after *= static_cast<int64_t>(src().lists(t).size());
@@ -330,7 +332,7 @@ std::vector<LocalAxis> GridExchange::local_axes(Rank rank, Direction side) const
   return grid(side).local_axes(grid(side).part_replica_of(rank)->part);
 }
 
-int64_t GridExchange::needed_by_all() const {
+int64_t GridExchange::total_needed_elements() const {
   int64_t elements = dst().replicas();
   for (int t = 0; t < dst().ndim(); ++t) {
     int64_t of_dim = 0;
@@ -365,8 +367,8 @@ int64_t GridExchange::received_elements(const Ends& ends) const {
   for (int t = 0; t < dst().ndim(); ++t) {
     const int64_t shard = dst().shards_of(needs->part)[t];
     needed *= elements_of(all_->overlaps[t].of_dst(shard));
-    const Overlap* met = kept > 0 ? all_->overlaps[t].between(src().shards_of(holds->part)[t], shard) : nullptr;
-    kept *= met != nullptr ? met->elements : 0;
+    const Overlap* common = kept > 0 ? all_->overlaps[t].between(src().shards_of(holds->part)[t], shard) : nullptr;
+    kept *= common != nullptr ? common->elements : 0;
   }
   return needed - kept;
 }

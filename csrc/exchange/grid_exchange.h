@@ -70,7 +70,7 @@ class GridExchange final : public Exchange {
   bool crosses_nodes(int64_t ranks_per_node) const override;
   int64_t num_elements(Rank rank, Direction direction) const override;
   int64_t messages_at_most(Rank rank, Direction direction) const override;  // exact for kSend
-  int64_t needed_by_all() const override;
+  int64_t total_needed_elements() const override;
   Traffic traffic(Rank rank, int64_t rounds = 1) const override;
   StepCounts worst(int64_t rounds = 1) const override { return totals(rounds).worst; }
   std::vector<MessageSize> message_sizes(Rank rank, Direction direction) const override;

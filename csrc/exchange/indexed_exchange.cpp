@@ -239,20 +239,20 @@ IndexedExchange::IndexedExchange(AxisGrids grids, int64_t item_bytes, ReplicaPol
   check_invariant(src_.axes.size() == dst_.axes.size(), "the grids of a rearrangement have ", src_.axes.size(), " and ",
                   dst_.axes.size(), " axes");
   for (size_t axis = 0; axis < src_.axes.size(); ++axis) shares_.push_back(Choice(src_, dst_, axis, policy_).all());
-  deliver();
-  if (policy_ == ReplicaPolicy::kEvenBytes) deliver_by_cells();
-  index_deliveries();
+  compute_messages();
+  if (policy_ == ReplicaPolicy::kEvenBytes) compute_messages_by_cells();
+  index_message_ranges();
 }
 
 const IndexedExchange::Shares& IndexedExchange::shares_of(size_t axis, int64_t to) const {
   return shares_[axis].at(to);
 }
 
-Region IndexedExchange::elements_of(const Delivery& delivery) const {
+Region IndexedExchange::elements_of(const MessageRange& message) const {
   Region region(src_.axes.size());
-  int64_t rest = delivery.combination;
+  int64_t rest = message.combination;
   for (size_t axis = region.size(); axis-- > 0;) {
-    const Shares& shares = shares_of(axis, delivery.to);
+    const Shares& shares = shares_of(axis, message.to);
     region[axis] = shares[rest % static_cast<int64_t>(shares.size())].elements;
     rest /= static_cast<int64_t>(shares.size());
   }
@@ -261,9 +261,9 @@ Region IndexedExchange::elements_of(const Delivery& delivery) const {
 
 // A part of the source is one axis shard on each axis. Every combination of a receiver's shares is wanted from one
 // part. divide_among() then chooses among the part's candidate senders.
-void IndexedExchange::deliver() {
-  std::map<std::vector<int64_t>, std::vector<int64_t>> senders;  // positions, by part
-  std::map<std::vector<int64_t>, std::vector<Delivery>> wanted;  // by part
+void IndexedExchange::compute_messages() {
+  std::map<std::vector<int64_t>, std::vector<int64_t>> senders;      // positions, by part
+  std::map<std::vector<int64_t>, std::vector<MessageRange>> wanted;  // by part
   for (size_t p = 0; p < src_.shards.size(); ++p) senders[src_.shards[p]].push_back(static_cast<int64_t>(p));
   for (int64_t to = 0; to < static_cast<int64_t>(dst_.shards.size()); ++to) {
     const std::optional<Position> before = src_.mesh->position_of(dst_.mesh->rank_at(Position{to}));
@@ -290,15 +290,15 @@ void IndexedExchange::deliver() {
   for (auto& [part, of_part] : wanted) divide_among(senders.at(part), std::move(of_part), sent);
 }
 
-// deliver() treats each axis as if all ranks with a shard had all elements of the other axes. So if elements are on
-// several shards of one axis and another axis is cut too, some rank may send more than the least. Then the messages are
-// recomputed by cells.
-void IndexedExchange::deliver_by_cells() {
+// compute_messages() treats each axis as if all ranks with a shard had all elements of the other axes. So if elements
+// are on several shards of one axis and another axis is cut too, some rank may send more than the least. Then the
+// messages are recomputed by cells.
+void IndexedExchange::compute_messages_by_cells() {
   std::vector<int64_t> sent(src_.shards.size(), 0);
   std::vector<int64_t> received(dst_.shards.size(), 0);
-  for (const Delivery& delivery : deliveries_) {
-    sent[delivery.from] += delivery.range.extent();
-    received[delivery.to] += delivery.range.extent();
+  for (const MessageRange& message : message_ranges_) {
+    sent[message.from] += message.range.extent();
+    received[message.to] += message.range.extent();
   }
   const int64_t most_sent = *std::max_element(sent.begin(), sent.end());
   const int64_t most_received = *std::max_element(received.begin(), received.end());
@@ -309,7 +309,7 @@ void IndexedExchange::deliver_by_cells() {
   const int64_t least = cells->direct_load().rounded_up();
   if (is_near(least)) return;
 
-  deliveries_.clear();
+  message_ranges_.clear();
   // Indices of shares, by axis, class and receiver.
   std::vector<std::vector<std::map<int64_t, int64_t>>> numbers(shares_.size());
   for (size_t axis = 0; axis < shares_.size(); ++axis) {
@@ -327,8 +327,8 @@ void IndexedExchange::deliver_by_cells() {
   const std::vector<std::vector<std::pair<size_t, int64_t>>> shared = cells->shared_directly(least);
   for (size_t c = 0; c < shared.size(); ++c) {
     const Cells::Cell& cell = cells->all()[c];
-    auto giver = shared[c].begin();
-    int64_t left = giver->second;
+    auto sender_share = shared[c].begin();
+    int64_t left = sender_share->second;
     for (const size_t receiver : cell.receivers.indices()) {
       const int64_t to = *dst_.mesh->position_of(ranks_[receiver]);
       int64_t combination = 0;
@@ -337,9 +337,10 @@ void IndexedExchange::deliver_by_cells() {
             combination * static_cast<int64_t>(shares_[axis].at(to).size()) + numbers[axis][cell.classes[axis]].at(to);
       }
       for (int64_t begin = 0; begin < cell.elements;) {
-        if (left == 0) left = (++giver)->second;
+        if (left == 0) left = (++sender_share)->second;
         const int64_t end = std::min(cell.elements, begin + left);
-        deliveries_.push_back({*src_.mesh->position_of(ranks_[giver->first]), to, combination, {begin, end}});
+        message_ranges_.push_back(
+            {*src_.mesh->position_of(ranks_[sender_share->first]), to, combination, {begin, end}});
         left -= end - begin;
         begin = end;
       }
@@ -347,85 +348,85 @@ void IndexedExchange::deliver_by_cells() {
   }
 }
 
-void IndexedExchange::index_deliveries() {
-  for (size_t i = 0; i < deliveries_.size(); ++i) {
-    sent_by_[sender(deliveries_[i])].push_back(i);
-    received_by_[receiver(deliveries_[i])].push_back(i);
+void IndexedExchange::index_message_ranges() {
+  for (size_t i = 0; i < message_ranges_.size(); ++i) {
+    sent_by_[sender(message_ranges_[i])].push_back(i);
+    received_by_[receiver(message_ranges_[i])].push_back(i);
   }
   for (auto& [rank, all] : sent_by_) {
     std::stable_sort(all.begin(), all.end(),
-                     [&](size_t a, size_t b) { return receiver(deliveries_[a]) < receiver(deliveries_[b]); });
+                     [&](size_t a, size_t b) { return receiver(message_ranges_[a]) < receiver(message_ranges_[b]); });
   }
   for (auto& [rank, all] : received_by_) {
     std::stable_sort(all.begin(), all.end(),
-                     [&](size_t a, size_t b) { return sender(deliveries_[a]) < sender(deliveries_[b]); });
+                     [&](size_t a, size_t b) { return sender(message_ranges_[a]) < sender(message_ranges_[b]); });
   }
 }
 
 // Sends whole messages from the nearest candidate sender; or arranges all requests of one part in a queue and divides
 // the queue into one range for each candidate sender.
-void IndexedExchange::divide_among(const std::vector<int64_t>& senders, std::vector<Delivery> wanted,
+void IndexedExchange::divide_among(const std::vector<int64_t>& senders, std::vector<MessageRange> wanted,
                                    std::vector<int64_t>& sent) {
   if (senders.size() == 1 || policy_ == ReplicaPolicy::kWholeMessages) {
-    for (Delivery& delivery : wanted) {
-      const Rank to = receiver(delivery);
+    for (MessageRange& message : wanted) {
+      const Rank to = receiver(message);
       const auto order = [&](int64_t sender) {
         return std::tuple(distance(src_.mesh->rank_at(Position{sender}), to), sent[sender], sender);
       };
-      delivery.from =
+      message.from =
           *std::min_element(senders.begin(), senders.end(), [&](int64_t a, int64_t b) { return order(a) < order(b); });
-      sent[delivery.from] += delivery.range.end;
-      deliveries_.push_back(delivery);
+      sent[message.from] += message.range.end;
+      message_ranges_.push_back(message);
     }
     return;
   }
   int64_t total = 0;
-  for (const Delivery& delivery : wanted) total += delivery.range.end;
+  for (const MessageRange& message : wanted) total += message.range.end;
   const auto count = static_cast<int64_t>(senders.size());
   const int64_t quota = (total + count - 1) / count;
   int64_t begin_in_queue = 0;
-  for (const Delivery& delivery : wanted) {
-    for (int64_t begin = begin_in_queue; begin < begin_in_queue + delivery.range.end;) {
-      const int64_t end = std::min(begin_in_queue + delivery.range.end, (begin / quota + 1) * quota);
-      deliveries_.push_back(
-          {senders[begin / quota], delivery.to, delivery.combination, {begin - begin_in_queue, end - begin_in_queue}});
+  for (const MessageRange& message : wanted) {
+    for (int64_t begin = begin_in_queue; begin < begin_in_queue + message.range.end;) {
+      const int64_t end = std::min(begin_in_queue + message.range.end, (begin / quota + 1) * quota);
+      message_ranges_.push_back(
+          {senders[begin / quota], message.to, message.combination, {begin - begin_in_queue, end - begin_in_queue}});
       begin = end;
     }
-    begin_in_queue += delivery.range.end;
+    begin_in_queue += message.range.end;
   }
 }
 
-const std::vector<size_t>& IndexedExchange::deliveries_of(Rank rank, Direction direction) const {
+const std::vector<size_t>& IndexedExchange::message_ranges_of(Rank rank, Direction direction) const {
   static const std::vector<size_t> kNone;
-  const Numbers& all = direction == Direction::kSend ? sent_by_ : received_by_;
+  const Indices& all = direction == Direction::kSend ? sent_by_ : received_by_;
   const auto found = all.find(rank);
   return found == all.end() ? kNone : found->second;
 }
 
 std::vector<Exchange::MessageSize> IndexedExchange::message_sizes(Rank rank, Direction direction) const {
   std::vector<MessageSize> sizes;
-  for (const size_t i : deliveries_of(rank, direction)) {
-    const Delivery& delivery = deliveries_[i];
-    const Rank peer = direction == Direction::kSend ? receiver(delivery) : sender(delivery);
+  for (const size_t i : message_ranges_of(rank, direction)) {
+    const MessageRange& message = message_ranges_[i];
+    const Rank peer = direction == Direction::kSend ? receiver(message) : sender(message);
     if (sizes.empty() || sizes.back().peer != peer) sizes.push_back({peer, 0});
-    sizes.back().elements += delivery.range.extent();
+    sizes.back().elements += message.range.extent();
   }
   return sizes;
 }
 
 std::vector<Exchange::Message> IndexedExchange::messages(Rank rank, Direction direction) const {
   std::vector<Message> messages;
-  for (const size_t i : deliveries_of(rank, direction)) {
-    const Delivery& delivery = deliveries_[i];
-    const Rank peer = direction == Direction::kSend ? receiver(delivery) : sender(delivery);
-    const Selection common(src_.local_region(delivery.from), dst_.local_region(delivery.to), elements_of(delivery));
+  for (const size_t i : message_ranges_of(rank, direction)) {
+    const MessageRange& message = message_ranges_[i];
+    const Rank peer = direction == Direction::kSend ? receiver(message) : sender(message);
+    const Selection common(src_.local_region(message.from), dst_.local_region(message.to), elements_of(message));
     if (messages.empty() || messages.back().peer != peer) messages.push_back({peer, {}});
-    messages.back().elements.append(common.slice(delivery.range.begin, delivery.range.end));
+    messages.back().elements.append(common.slice(message.range.begin, message.range.end));
   }
   return messages;
 }
 
-int64_t IndexedExchange::needed_by_all() const {
+int64_t IndexedExchange::total_needed_elements() const {
   int64_t elements = 0;
   for (int64_t p = 0; p < dst_.mesh->size(); ++p) elements += shardwright::num_elements(dst_.region(p));
   return elements;

@@ -43,8 +43,8 @@ class IndexedExchange final : public Exchange {
   IndexedExchange(AxisGrids grids, int64_t item_bytes, ReplicaPolicy policy);
 
   const std::vector<Rank>& ranks() const override { return ranks_; }
-  bool communicates() const override { return !deliveries_.empty(); }
-  int64_t needed_by_all() const override;  // counts elements that may move
+  bool communicates() const override { return !message_ranges_.empty(); }
+  int64_t total_needed_elements() const override;  // counts elements that may move
   std::vector<MessageSize> message_sizes(Rank rank, Direction direction) const override;
   std::vector<Message> messages(Rank rank, Direction direction) const override;
   std::optional<Region> region(Rank rank, Direction side) const override;
@@ -58,9 +58,8 @@ class IndexedExchange final : public Exchange {
     IntervalList elements;  // ascending
   };
   using Shares = std::vector<Share>;  // by ascending shard
-  // A message, or a part of one: a range of the elements of a combination of shares, in the order in which the receiver
-  // has them.
-  struct Delivery {
+  // A message, or a part of a message: a range of the elements of a combination of shares, in the receiver's order.
+  struct MessageRange {
     int64_t from = 0;         // position of the sender on the source's mesh
     int64_t to = 0;           // position of the receiver on the destination's mesh
     int64_t combination = 0;  // index of the combination of shares, the last axis fastest
@@ -70,30 +69,30 @@ class IndexedExchange final : public Exchange {
 
   // Returns the shares of an axis that the receiver at position `to` needs or keeps.
   const Shares& shares_of(size_t axis, int64_t to) const;
-  // Returns the elements of a delivery's combination of shares, by axis. The delivery's range is a part of them.
-  Region elements_of(const Delivery& delivery) const;
-  using Numbers = std::map<Rank, std::vector<size_t>>;  // indices in deliveries_
-  // Returns the deliveries that a rank sends or receives, as indices in deliveries_, by ascending peer.
-  const std::vector<size_t>& deliveries_of(Rank rank, Direction direction) const;
-  Rank sender(const Delivery& delivery) const { return src_.mesh->rank_at(Position{delivery.from}); }
-  Rank receiver(const Delivery& delivery) const { return dst_.mesh->rank_at(Position{delivery.to}); }
+  // Returns the elements of a message's combination of shares, by axis. The message's range is a part of them.
+  Region elements_of(const MessageRange& message) const;
+  using Indices = std::map<Rank, std::vector<size_t>>;  // indices in message_ranges_
+  // Returns the message ranges that a rank sends or receives, as indices in message_ranges_, by ascending peer.
+  const std::vector<size_t>& message_ranges_of(Rank rank, Direction direction) const;
+  Rank sender(const MessageRange& message) const { return src_.mesh->rank_at(Position{message.from}); }
+  Rank receiver(const MessageRange& message) const { return dst_.mesh->rank_at(Position{message.to}); }
   // Computes the messages from the shares of each axis.
-  void deliver();
+  void compute_messages();
   // Replaces the messages by those of an exact flow over cells, if the busiest rank sends too much.
-  void deliver_by_cells();
-  void index_deliveries();  // fills sent_by_ and received_by_
+  void compute_messages_by_cells();
+  void index_message_ranges();  // fills sent_by_ and received_by_
   // Divides what receivers want of one part among its candidate senders, given by position. `sent` has the elements of
   // whole messages that each position sends so far, and is updated.
-  void divide_among(const std::vector<int64_t>& senders, std::vector<Delivery> wanted, std::vector<int64_t>& sent);
+  void divide_among(const std::vector<int64_t>& senders, std::vector<MessageRange> wanted, std::vector<int64_t>& sent);
 
   ReplicaPolicy policy_;
   AxisGrid src_;
   AxisGrid dst_;
   std::vector<Rank> ranks_;
   std::vector<std::map<int64_t, Shares>> shares_;  // by axis and position of the receiver
-  std::vector<Delivery> deliveries_;
-  Numbers sent_by_;      // by sender, each by ascending receiver
-  Numbers received_by_;  // by receiver, each by ascending sender
+  std::vector<MessageRange> message_ranges_;
+  Indices sent_by_;      // by sender, each by ascending receiver
+  Indices received_by_;  // by receiver, each by ascending sender
 };
 
 }  // namespace shardwright

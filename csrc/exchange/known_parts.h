@@ -32,15 +32,15 @@ class ByCoordinates {
     }
   }
 
-  // Returns true if there are few enough combinations of coordinates for a table.
-  bool are_few() const { return count_ <= kMaxInTable; }
+  // Returns true if all combinations of coordinates fit into the table.
+  bool fits_table() const { return count_ <= kMaxInTable; }
 
   // Returns the value at these coordinates. On the first call `make()` computes it.
   template <typename Make>
   const Value& at(const Coordinates& coordinates, const Make& make) {
     int64_t index = 0;
     for (const auto& [d, size] : factors_) index = index * size + coordinates[d];
-    if (table_.empty() && are_few() && hashed_.size() >= kFew) table_.resize(count_);
+    if (table_.empty() && fits_table() && hashed_.size() >= kFew) table_.resize(count_);
     std::optional<Value>& value = table_.empty() ? hashed_[index] : table_[index];
     if (!value) value = make();
     return *value;

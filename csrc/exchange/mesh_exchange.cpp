@@ -240,7 +240,7 @@ Traffic MeshExchange::walked_at(int64_t position) const {
   for (int t = 0; t < before_.ndim(); ++t) {
     ByCoordinates<Factors>& known = peers_of_dim(t).factors;
     const auto make = [&] { return factors_at(t, at); };
-    const Factors factors = known.are_few() ? known.at(at, make) : make();
+    const Factors factors = known.fits_table() ? known.at(at, make) : make();
     all.own *= factors.own;
     all.needed *= factors.needed;
     all.sent *= factors.sent;

@@ -299,7 +299,7 @@ std::optional<std::vector<int>> MeshExchange::profile(int64_t position) const {
   }
   std::vector<int> all(ndim_);
   for (size_t t = 0; t < ndim_; ++t) {
-    if (!profiles_[t].are_few()) return std::nullopt;
+    if (!profiles_[t].fits_table()) return std::nullopt;
     all[t] = profiles_[t].at(coordinates(position), [&] { return profile_in(static_cast<int>(t), position); });
   }
   return all;

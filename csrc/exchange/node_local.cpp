@@ -13,13 +13,13 @@ struct Open {
   Interval range;
 };
 
-// Takes up to `amount` elements from the open ranges, beginning with open[next], and adds the services of `from`. Sets
-// `next` to the first range that is still open.
-void serve(std::vector<Open>& open, size_t& next, Rank from, int64_t amount, std::vector<Service>& services) {
+// Takes up to `amount` elements from the open ranges, beginning with open[next], and adds the messages of the sender
+// `from`. Sets `next` to the first range that is still open.
+void assign(std::vector<Open>& open, size_t& next, Rank from, int64_t amount, std::vector<NodeMessage>& messages) {
   while (amount > 0 && next < open.size()) {
     Interval& left = open[next].range;
     const int64_t taken = std::min(amount, left.end - left.begin);
-    services.push_back({from, open[next].rank, {left.begin, left.begin + taken}});
+    messages.push_back({from, open[next].rank, {left.begin, left.begin + taken}});
     left.begin += taken;
     amount -= taken;
     if (left.begin == left.end) ++next;
@@ -48,12 +48,12 @@ int64_t level_for(std::vector<int64_t> sent, int64_t elements) {
 
 }  // namespace
 
-std::vector<Service> assign_within_nodes(std::vector<Rank> senders, std::vector<Need> needs, int64_t ranks_per_node,
-                                         int64_t most_inside) {
+std::vector<NodeMessage> assign_within_nodes(std::vector<Rank> senders, std::vector<Need> needs, int64_t ranks_per_node,
+                                             int64_t most_inside) {
   const auto node_of = [&](Rank rank) { return to_int(rank) / ranks_per_node; };
   std::sort(senders.begin(), senders.end());
   std::sort(needs.begin(), needs.end(), [](const Need& a, const Need& b) { return a.rank < b.rank; });
-  std::vector<Service> services;
+  std::vector<NodeMessage> messages;
   std::vector<int64_t> sent(senders.size());
   std::vector<Open> left;
   size_t sender = 0;
@@ -71,15 +71,15 @@ std::vector<Service> assign_within_nodes(std::vector<Rank> senders, std::vector<
     size_t next = 0;
     for (size_t i = first; i < sender; ++i) {
       const int64_t before = elements_of(open, next);
-      serve(open, next, senders[i], std::min(most_inside, (elements + count - 1) / count), services);
+      assign(open, next, senders[i], std::min(most_inside, (elements + count - 1) / count), messages);
       sent[i] = before - elements_of(open, next);
     }
     left.insert(left.end(), open.begin() + static_cast<int64_t>(next), open.end());
   }
   const int64_t level = level_for(sent, elements_of(left, 0));
   size_t next = 0;
-  for (size_t i = 0; i < senders.size(); ++i) serve(left, next, senders[i], level - sent[i], services);
-  return services;
+  for (size_t i = 0; i < senders.size(); ++i) assign(left, next, senders[i], level - sent[i], messages);
+  return messages;
 }
 
 }  // namespace shardwright

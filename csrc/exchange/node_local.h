@@ -23,8 +23,8 @@ struct Need {
   int64_t elements = 0;  // above 0
 };
 
-// A message.
-struct Service {
+// A message from a candidate sender to a receiver.
+struct NodeMessage {
   Rank from{};
   Rank to{};
   Interval range;  // within [0, Need::elements) of the receiver
@@ -32,8 +32,8 @@ struct Service {
 
 // Nodes are `ranks_per_node` consecutive ranks each. No rank is in both lists, and there is at least one candidate
 // sender. A sender sends at most `most_inside` elements within its node, which must be at least an even share of all
-// needed elements. Returns at most one service for each pair of ranks.
-std::vector<Service> assign_within_nodes(std::vector<Rank> senders, std::vector<Need> needs, int64_t ranks_per_node,
-                                         int64_t most_inside);
+// needed elements. Returns at most one message for each pair of ranks.
+std::vector<NodeMessage> assign_within_nodes(std::vector<Rank> senders, std::vector<Need> needs, int64_t ranks_per_node,
+                                             int64_t most_inside);
 
 }  // namespace shardwright

@@ -47,24 +47,24 @@ int64_t num_parts(const Layout& layout, int tensor_dim) {
 // Returns an empty list if there are more than kMaxBorders.
 std::vector<int64_t> borders_of(const Plan& plan, int tensor_dim) {
   std::vector<int64_t> borders{0, plan.src.shape()[tensor_dim]};
-  bool are_few = true;
+  bool fits_limit = true;
   const Layout* previous = nullptr;
   for_each_layout(plan, [&](const Layout& layout) {
-    are_few = are_few && num_parts(layout, tensor_dim) <= kMaxBorders;
-    if (!are_few || (previous != nullptr && *previous == layout)) return;
+    fits_limit = fits_limit && num_parts(layout, tensor_dim) <= kMaxBorders;
+    if (!fits_limit || (previous != nullptr && *previous == layout)) return;
     previous = &layout;
     for_each_part(layout, tensor_dim, [&](const IntervalList& list) {
-      are_few = are_few && static_cast<int64_t>(list.size()) <= kMaxBorders;
-      for (const Interval& interval : are_few ? list : IntervalList()) {
+      fits_limit = fits_limit && static_cast<int64_t>(list.size()) <= kMaxBorders;
+      for (const Interval& interval : fits_limit ? list : IntervalList()) {
         borders.push_back(interval.begin);
         borders.push_back(interval.end);
       }
     });
     std::sort(borders.begin(), borders.end());
     borders.erase(std::unique(borders.begin(), borders.end()), borders.end());
-    are_few = are_few && static_cast<int64_t>(borders.size()) <= kMaxBorders;
+    fits_limit = fits_limit && static_cast<int64_t>(borders.size()) <= kMaxBorders;
   });
-  return are_few ? borders : std::vector<int64_t>{};
+  return fits_limit ? borders : std::vector<int64_t>{};
 }
 
 // Returns the number of indices of a range that are `remainder` modulo `count`.

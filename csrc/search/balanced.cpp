@@ -163,7 +163,7 @@ class Receivers {
                      [&](const Receiver& a, const Receiver& b) { return begin_of(a) < begin_of(b); });
   }
 
-  bool are_few_runs() const { return runs_ <= kMostRunsDivided; }
+  bool can_divide() const { return runs_ <= kMostRunsDivided; }
   size_t size() const { return all_.size(); }
   const IntervalList& part(size_t i) const { return all_[i].part; }  // indices that the i-th receiver needs
 
@@ -255,7 +255,7 @@ class Receivers {
 std::optional<Layout> balanced_relays(const Layout& before, const Layout& goal, int tensor_dim) {
   const Receivers receivers(goal, tensor_dim);
   const int64_t n = goal.shape()[tensor_dim];
-  if (!receivers.are_few_runs() || goal.num_elements() == 0 || goal.replicated_dims().empty()) return std::nullopt;
+  if (!receivers.can_divide() || goal.num_elements() == 0 || goal.replicated_dims().empty()) return std::nullopt;
   std::vector<std::vector<Cut>> without = goal.cuts();
   without[tensor_dim].clear();
   const int64_t others =
