@@ -26,7 +26,7 @@ std::vector<int64_t> positions_to_look_at(int64_t num_ranks) {
 AttentionForecast forecast(Attention attention, AttentionMethod method, const Topology& topology,
                            const GemmModel& model, bool with_backward) {
   attention.method = method;
-  AttentionForecast worst{method};
+  AttentionForecast maxima{method};
   const Mesh& mesh = *attention.mesh;
   const MeshPtr mesh_of_groups = mesh_of_programs(attention);
   for (const int64_t position : positions_to_look_at(mesh.size())) {
@@ -37,19 +37,19 @@ AttentionForecast forecast(Attention attention, AttentionMethod method, const To
     const Rank rank = mesh.rank_at(Position{position});
     const Program forward = compile_attention(attention, rank);
     const Timeline timeline = predict(forward, topology, *mesh_of_groups, model);
-    worst.forward_ps = std::max(worst.forward_ps, timeline.total_ps);
-    worst.compute_ps = std::max(worst.compute_ps, timeline.gemm_ps);
-    worst.peak_bytes = std::max(worst.peak_bytes, forward.peak_bytes());
+    maxima.forward_ps = std::max(maxima.forward_ps, timeline.total_ps);
+    maxima.compute_ps = std::max(maxima.compute_ps, timeline.gemm_ps);
+    maxima.peak_bytes = std::max(maxima.peak_bytes, forward.peak_bytes());
     int64_t received = 0;
     for (const Instruction& instruction : forward.instructions) {
       received += traffic_of(forward, instruction.operation).received_bytes;
     }
-    worst.received_bytes = std::max(worst.received_bytes, received);
+    maxima.received_bytes = std::max(maxima.received_bytes, received);
     if (!with_backward) continue;
     const Program backward = compile_attention_backward(attention, rank);
-    worst.backward_ps = std::max(worst.backward_ps, predict(backward, topology, *mesh_of_groups, model).total_ps);
+    maxima.backward_ps = std::max(maxima.backward_ps, predict(backward, topology, *mesh_of_groups, model).total_ps);
   }
-  return worst;
+  return maxima;
 }
 
 std::string runs_text(const IntervalList& part) {

@@ -111,7 +111,7 @@ void bound_sent(const BatchPlan& plan, BatchCertificate& certificate) {
     }
     ++work.team_sizes[found->second];
   }
-  certificate.sent_bytes_bound = std::max(certificate.sent_bytes_bound, least_worst_load(work).rounded_up());
+  certificate.sent_bytes_bound = std::max(certificate.sent_bytes_bound, min_max_load(work).rounded_up());
 }
 
 // The rounds in which items of a kind are sent, unsplit or in pieces.

@@ -53,8 +53,8 @@ ExchangePtr indexed_exchange(const Layout& src, const Layout& dst, const IndexMa
     return std::make_shared<const IndexedExchange>(grids, wire_dtype(src, dst).size_bytes(), policy);
   };
   ExchangePtr by_bytes = with_policy(ReplicaPolicy::kEvenBytes);
-  return by_bytes->worst().sent_bytes < ItemFamily::kLeastShareBytes ? with_policy(ReplicaPolicy::kWholeMessages)
-                                                                     : by_bytes;
+  return by_bytes->maxima().sent_bytes < ItemFamily::kLeastShareBytes ? with_policy(ReplicaPolicy::kWholeMessages)
+                                                                      : by_bytes;
 }
 
 // Returns the exchange of the boxes that the map reads and writes.
@@ -89,7 +89,7 @@ ExchangePtr ItemFamily::exchange(int64_t sender_group) const {
       grid_exchange_of(src_, dst_, *in_local_dims_, ReplicaPolicy::kWholeMessages, sender_group * replicas_each_));
 }
 
-int64_t received_by_all(const Layout& src, const Layout& dst, const IndexMap& map) {
+int64_t total_received_elements(const Layout& src, const Layout& dst, const IndexMap& map) {
   const ExchangePtr exchange = ItemFamily(src, dst, map).exchange(0);
   int64_t elements = 0;
   for (const Rank rank : exchange->ranks()) elements += exchange->num_elements(rank, Direction::kReceive);

@@ -59,6 +59,6 @@ class ItemFamily {
 };
 
 // Returns the number of elements that all ranks together receive if the item is moved from `src`.
-int64_t received_by_all(const Layout& src, const Layout& dst, const IndexMap& map);
+int64_t total_received_elements(const Layout& src, const Layout& dst, const IndexMap& map);
 
 }  // namespace shardwright

@@ -49,7 +49,7 @@ Layout best_reduced(const Batch& batch, const Layout& src, const ItemsOfSource& 
   for (const Layout& reduced : candidates(src, dst)) {
     std::pair<int64_t, int64_t> cost{0, reduced.largest_part_elements()};
     for (const BatchItem* item : items) {
-      cost.first += received_by_all(reduced, batch.destinations[item->destination], item->map);
+      cost.first += total_received_elements(reduced, batch.destinations[item->destination], item->map);
     }
     if (best && cost >= least) continue;
     best = reduced;

@@ -243,7 +243,7 @@ class Bounds {
     const Ratio& any = out.rounded_up() > mean.rounded_up() ? out : mean;
     bound.any_sent_bytes_max = any.rounded_up() * src_layout_.dtype().size_bytes();
     bound.forwarded_is_exact = num_cells() <= ExchangeBound::kMaxCells;
-    bound.forwarded_sent = bound.forwarded_is_exact ? least_worst_load(forwarded_work(leaving)) : any;
+    bound.forwarded_sent = bound.forwarded_is_exact ? min_max_load(forwarded_work(leaving)) : any;
   }
 
   // Returns the work of the bound `forwarded`, as teams, pools and jobs (exchange/load.h). A team is the ranks with the

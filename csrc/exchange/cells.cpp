@@ -171,7 +171,7 @@ Cells::Work Cells::direct_work() const {
   return work;
 }
 
-Ratio Cells::direct_load() const { return least_worst_load(direct_work().shared); }
+Ratio Cells::direct_load() const { return min_max_load(direct_work().shared); }
 
 Ratio Cells::forwarded_load() const {
   Work work(*this);
@@ -179,13 +179,13 @@ Ratio Cells::forwarded_load() const {
     work.add(cell.elements, {&cell.senders});
     work.add(cell.elements * (cell.receivers.size() - 1), {&cell.senders, &cell.receivers});
   }
-  return least_worst_load(work.shared);
+  return min_max_load(work.shared);
 }
 
 Ratio Cells::leaving_load() const {
   Work work(*this);
   for (const Cell& cell : cells_) work.add(cell.elements, {&cell.senders});
-  return least_worst_load(work.shared);
+  return min_max_load(work.shared);
 }
 
 std::vector<std::vector<std::pair<size_t, int64_t>>> Cells::shared_directly(int64_t most) const {

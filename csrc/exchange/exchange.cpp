@@ -59,19 +59,19 @@ Traffic Exchange::traffic(Rank rank, int64_t rounds) const {
   return traffic;
 }
 
-StepCounts Exchange::worst(int64_t rounds) const {
-  StepCounts worst;
+StepCounts Exchange::maxima(int64_t rounds) const {
+  StepCounts maxima;
   for (const Rank rank : ranks()) {
     const Traffic rank_traffic = traffic(rank, rounds);
-    worst.received_bytes = std::max(worst.received_bytes, rank_traffic.received_bytes);
-    worst.sent_bytes = std::max(worst.sent_bytes, rank_traffic.sent_bytes);
-    worst.messages = std::max(worst.messages, rank_traffic.messages);
-    worst.sent_messages = std::max(worst.sent_messages, rank_traffic.sent_messages);
+    maxima.received_bytes = std::max(maxima.received_bytes, rank_traffic.received_bytes);
+    maxima.sent_bytes = std::max(maxima.sent_bytes, rank_traffic.sent_bytes);
+    maxima.messages = std::max(maxima.messages, rank_traffic.messages);
+    maxima.sent_messages = std::max(maxima.sent_messages, rank_traffic.sent_messages);
     if (const std::optional<Region> needed = region(rank, Direction::kReceive)) {
-      worst.touched_bytes = std::max(worst.touched_bytes, shardwright::num_elements(*needed) * item_bytes_);
+      maxima.touched_bytes = std::max(maxima.touched_bytes, shardwright::num_elements(*needed) * item_bytes_);
     }
   }
-  return worst;
+  return maxima;
 }
 
 }  // namespace shardwright

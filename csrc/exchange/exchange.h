@@ -83,7 +83,7 @@ class Exchange {
   // Returns a rank's traffic. A message counts once per round, but at most once per element.
   virtual Traffic traffic(Rank rank, int64_t rounds = 1) const;
   // Returns the largest value of each count over all ranks.
-  virtual StepCounts worst(int64_t rounds = 1) const;
+  virtual StepCounts maxima(int64_t rounds = 1) const;
 
   // ---- Messages, by ascending peer, one per peer, none empty
 

@@ -457,32 +457,32 @@ GridExchange::Totals GridExchange::totals(int64_t rounds) const {
   for (size_t i = 0; i < all_->ranks.size(); ++i) {
     const Rank rank = all_->ranks[i];
     const Traffic rank_traffic = traffic(rank, all_->ends[i], rounds);
-    totals.worst.received_bytes = std::max(totals.worst.received_bytes, rank_traffic.received_bytes);
-    totals.worst.sent_bytes = std::max(totals.worst.sent_bytes, rank_traffic.sent_bytes);
-    totals.worst.messages = std::max(totals.worst.messages, rank_traffic.messages);
-    totals.worst.sent_messages = std::max(totals.worst.sent_messages, rank_traffic.sent_messages);
+    totals.maxima.received_bytes = std::max(totals.maxima.received_bytes, rank_traffic.received_bytes);
+    totals.maxima.sent_bytes = std::max(totals.maxima.sent_bytes, rank_traffic.sent_bytes);
+    totals.maxima.messages = std::max(totals.maxima.messages, rank_traffic.messages);
+    totals.maxima.sent_messages = std::max(totals.maxima.sent_messages, rank_traffic.sent_messages);
     totals.received_bytes_sum += rank_traffic.received_bytes;
     if (policy_ != ReplicaPolicy::kNodeLocal) continue;
     const Inside within = inside(rank);
-    if (!totals.worst.by_link) totals.worst.by_link.emplace();
-    StepCounts::ByLink& most = *totals.worst.by_link;
+    if (!totals.maxima.by_link) totals.maxima.by_link.emplace();
+    StepCounts::ByLink& most = *totals.maxima.by_link;
     most.inside = std::max({most.inside, within.received_bytes, within.sent_bytes});
     most.between = std::max({most.between, rank_traffic.received_bytes - within.received_bytes,
                              rank_traffic.sent_bytes - within.sent_bytes});
   }
-  totals.worst.touched_bytes = largest_result_bytes();
+  totals.maxima.touched_bytes = largest_result_bytes();
   return totals;
 }
 
-StepCounts GridExchange::worst_at_least() const {
-  StepCounts worst;
+StepCounts GridExchange::maxima_lower_bound() const {
+  StepCounts maxima;
   for (const Ends& ends : all_->ends) {
-    worst.received_bytes = std::max(worst.received_bytes, received_elements(ends) * item_bytes());
-    worst.messages = std::max(worst.messages, parts_received(ends));
+    maxima.received_bytes = std::max(maxima.received_bytes, received_elements(ends) * item_bytes());
+    maxima.messages = std::max(maxima.messages, parts_received(ends));
   }
-  if (worst.messages > 0) worst.sent_bytes = all_->quota * item_bytes();
-  worst.touched_bytes = largest_result_bytes();
-  return worst;
+  if (maxima.messages > 0) maxima.sent_bytes = all_->quota * item_bytes();
+  maxima.touched_bytes = largest_result_bytes();
+  return maxima;
 }
 
 bool GridExchange::crosses_nodes(int64_t ranks_per_node) const {

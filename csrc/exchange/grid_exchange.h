@@ -72,7 +72,7 @@ class GridExchange final : public Exchange {
   int64_t messages_at_most(Rank rank, Direction direction) const override;  // exact for kSend
   int64_t total_needed_elements() const override;
   Traffic traffic(Rank rank, int64_t rounds = 1) const override;
-  StepCounts worst(int64_t rounds = 1) const override { return totals(rounds).worst; }
+  StepCounts maxima(int64_t rounds = 1) const override { return totals(rounds).maxima; }
   std::vector<MessageSize> message_sizes(Rank rank, Direction direction) const override;
   std::vector<Message> messages(Rank rank, Direction direction) const override;
   std::optional<Region> region(Rank rank, Direction side) const override;
@@ -104,13 +104,13 @@ class GridExchange final : public Exchange {
 
   // The largest value of each count over all ranks, and the bytes that all ranks receive together.
   struct Totals {
-    StepCounts worst;
+    StepCounts maxima;
     int64_t received_bytes_sum = 0;
   };
   Totals totals(int64_t rounds = 1) const;
-  // Returns a lower bound on totals().worst without visiting messages. Sent messages are not counted. Sent bytes may be
-  // higher with kWholeMessages, received messages with kEvenBytes.
-  StepCounts worst_at_least() const;
+  // Returns a lower bound on totals().maxima without visiting messages. Sent messages are not counted. Sent bytes may
+  // be higher with kWholeMessages, received messages with kEvenBytes.
+  StepCounts maxima_lower_bound() const;
 
  private:
   // A receiver's section of a queue. A rank that holds the part itself is *absent*: its section has no elements.

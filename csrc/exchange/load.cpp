@@ -186,7 +186,7 @@ int64_t all_amounts(const SharedWork& work) {
 
 }  // namespace
 
-Ratio least_worst_load(const SharedWork& work) {
+Ratio min_max_load(const SharedWork& work) {
   const int64_t all = all_amounts(work);
   if (all == 0) return {};
   Ratio load = reduced(all, std::accumulate(work.team_sizes.begin(), work.team_sizes.end(), int64_t{0}));

@@ -18,7 +18,7 @@ struct Ratio {
 // *pool* a list of teams. The load of a worker is the sum of the amounts that it does.
 //
 // By max-flow min-cut, the least load of the busiest worker is the maximum, over sets of jobs, of (amount of the jobs)
-// / (number of workers in the teams that may do any of them). least_worst_load() starts with the load of the set of all
+// / (number of workers in the teams that may do any of them). min_max_load() starts with the load of the set of all
 // jobs. If the flow at a load does not carry all jobs, its minimum cut is a set of jobs with a higher load, which is
 // tried next. Loads grow, and there are finitely many sets, so the search ends, and the last load is exact.
 struct SharedWork {
@@ -33,7 +33,7 @@ struct SharedWork {
 
 // Returns the least load of the busiest worker. Every job with a positive amount must have a team, and the amounts must
 // sum to less than 2^62.
-Ratio least_worst_load(const SharedWork& work);
+Ratio min_max_load(const SharedWork& work);
 
 // The share of a job that a team does.
 struct TeamShare {
@@ -42,7 +42,7 @@ struct TeamShare {
 };
 
 // Returns, by job, the share of each team, such that no worker does more than `load` if teams divide their work evenly.
-// Throws InvariantError if `load` is less than least_worst_load().
+// Throws InvariantError if `load` is less than min_max_load().
 std::vector<std::vector<TeamShare>> shared_at(const SharedWork& work, int64_t load);
 
 }  // namespace shardwright

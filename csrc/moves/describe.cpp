@@ -11,7 +11,7 @@ std::string to_string(const Plan& plan, const TrafficTotals* traffic) {
                             plan.topology.name);
   if (plan.steps.empty()) return text + "\n  nothing to do: every rank holds what it needs";
   // Returns the traffic of the worst rank in step i.
-  const auto worst_of = [&](size_t i) -> TrafficTotals::OfStep {
+  const auto maxima_of = [&](size_t i) -> TrafficTotals::OfStep {
     if (traffic != nullptr && !traffic->of_steps.empty()) return traffic->of_steps[i];
     const TrafficTotals all = totals(plan.steps[i], plan.lowering);
     return {all.received_bytes_max, all.messages_max};
@@ -28,7 +28,7 @@ std::string to_string(const Plan& plan, const TrafficTotals* traffic) {
       text += ", local";
       continue;
     }
-    const auto [received_bytes, messages] = worst_of(i);
+    const auto [received_bytes, messages] = maxima_of(i);
     text += concat(", receives at most ", bytes_text(received_bytes), " in ", messages, " messages, about ",
                    microseconds_text(predicted_picoseconds(step, plan.lowering, plan.topology)));
   }

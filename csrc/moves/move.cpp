@@ -2,8 +2,8 @@
 
 #include <algorithm>
 
-#include "moves/extremes.h"
 #include "moves/move_table.h"
+#include "moves/rank_classes.h"
 #include "moves/step_exchange.h"
 #include "moves/traffic.h"
 
@@ -71,16 +71,16 @@ Step with_policy_if_cheaper(Step step, ReplicaPolicy policy, const std::vector<M
   if (!allowed.empty() && std::find(allowed.begin(), allowed.end(), shared.mesh_dims) == allowed.end()) return step;
   const MeshExchange before = mesh_exchange_of(step);
   const MeshExchange after = mesh_exchange_of(shared);
-  int64_t worst_before = 0;
-  int64_t worst_after = 0;
+  int64_t max_sent_before = 0;
+  int64_t max_sent_after = 0;
   // The mesh dims along which ranks are examined: all, or those of position 0's group on a large mesh.
   const MeshDimSet looked_at =
       mesh.size() <= MeshExchange::kMaxSharingGroup ? MeshDimSet::from_bits(~0u) : shared.mesh_dims;
   for (const int64_t position : mesh.group(0, looked_at)) {
-    worst_before = std::max(worst_before, before.traffic_at(position).sent_bytes);
-    worst_after = std::max(worst_after, after.traffic_at(position).sent_bytes);
+    max_sent_before = std::max(max_sent_before, before.traffic_at(position).sent_bytes);
+    max_sent_after = std::max(max_sent_after, after.traffic_at(position).sent_bytes);
   }
-  return worst_after < worst_before ? shared : step;
+  return max_sent_after < max_sent_before ? shared : step;
 }
 
 Step named_by_collective(Step step) {

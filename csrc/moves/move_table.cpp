@@ -27,11 +27,11 @@ std::optional<MeshDimSet> allowed_span(MeshDimSet needed, const Mesh& mesh, cons
 }
 
 // Raises each count to that of `traffic` if it is lower.
-void raise_to(StepCounts& worst, const Traffic& traffic) {
-  worst.received_bytes = std::max(worst.received_bytes, traffic.received_bytes);
-  worst.sent_bytes = std::max(worst.sent_bytes, traffic.sent_bytes);
-  worst.messages = std::max(worst.messages, traffic.messages);
-  worst.sent_messages = std::max(worst.sent_messages, traffic.sent_messages);
+void raise_to(StepCounts& maxima, const Traffic& traffic) {
+  maxima.received_bytes = std::max(maxima.received_bytes, traffic.received_bytes);
+  maxima.sent_bytes = std::max(maxima.sent_bytes, traffic.sent_bytes);
+  maxima.messages = std::max(maxima.messages, traffic.messages);
+  maxima.sent_messages = std::max(maxima.sent_messages, traffic.sent_messages);
 }
 
 }  // namespace
@@ -172,24 +172,24 @@ bool MoveTable::may_be_slice(const State& before, const State& after) const {
 }
 
 StepCounts MoveTable::step_counts(const State& before, const State& after, const Move& move) {
-  StepCounts worst;
-  worst.touched_bytes = after.elements * item_;
-  if (is_local(move.op)) return worst;
+  StepCounts maxima;
+  maxima.touched_bytes = after.elements * item_;
+  if (is_local(move.op)) return maxima;
   const int64_t k = layout_.mesh().group_size(move.mesh_dims);
   if (move.op == StepOp::kAllReduce) {
     const bool native = !ordered_ && reduces_natively(layout_, move.mesh_dims, lowering_);
-    raise_to(worst, all_reduce_traffic(before.elements, k, 0, item_, native));
-    worst.collectives = collectives_of(move.op, k, native);
-    return worst;
+    raise_to(maxima, all_reduce_traffic(before.elements, k, 0, item_, native));
+    maxima.collectives = collectives_of(move.op, k, native);
+    return maxima;
   }
   if (move.op == StepOp::kReduceScatter) {
     for (const Corner corner : corners_.of(has_equal_parts(after) ? MeshDimSet() : move.mesh_dims)) {
-      raise_to(worst, reduce_scatter_traffic(elements_at(before, corner), elements_at(after, corner), k, item_));
+      raise_to(maxima, reduce_scatter_traffic(elements_at(before, corner), elements_at(after, corner), k, item_));
     }
-    return worst;
+    return maxima;
   }
   StepCounts exchange = exchange_counts(before, after, move);
-  exchange.touched_bytes = worst.touched_bytes;
+  exchange.touched_bytes = maxima.touched_bytes;
   return exchange;
 }
 
@@ -237,18 +237,18 @@ StepCounts MoveTable::exchange_counts(const State& before, const State& after, c
             1,
             receivers - (sender_differs ? 0 : 1)};
   }
-  StepCounts worst;
+  StepCounts maxima;
   const MeshDimSet varying = move.mesh_dims & before.cut_dims;
   for (const Corner corner : corners_.of(move.mesh_dims)) {
-    raise_to(worst, exchange_traffic(before, after, varying, corner));
+    raise_to(maxima, exchange_traffic(before, after, varying, corner));
   }
-  if (worst.messages > 0) return worst;
+  if (maxima.messages > 0) return maxima;
   // Parts are so small that nothing moves at these corners. Something moves in other groups, or between inner ranks.
   for (const Corner corner : corners_.of(before.cut_dims | after.cut_dims | move.mesh_dims)) {
-    raise_to(worst, exchange_traffic(before, after, varying, corner));
+    raise_to(maxima, exchange_traffic(before, after, varying, corner));
   }
-  if (worst.messages == 0) raise_to(worst, {item_, item_, 1, 1});
-  return worst;
+  if (maxima.messages == 0) raise_to(maxima, {item_, item_, 1, 1});
+  return maxima;
 }
 
 Traffic MoveTable::exchange_traffic(const State& before, const State& after, MeshDimSet varying, Corner corner) {

@@ -7,7 +7,7 @@
 //   list      a list of cuts of one tensor dim, or its number
 //   pair      the lists of one tensor dim before and after a move
 //   closed    a pair whose costs follow from digits (exchange/digits.h), without comparing parts
-//   corner    a rank that is examined if a pair is not closed (moves/extremes.h)
+//   corner    a rank that is examined if a pair is not closed (moves/rank_classes.h)
 //   varying   mesh dims on which the peers of a rank have any coordinates; elsewhere they have the rank's coordinates
 #pragma once
 
@@ -22,7 +22,7 @@
 #include "cost/cost.h"
 #include "exchange/digits.h"
 #include "moves/collectives.h"
-#include "moves/extremes.h"
+#include "moves/rank_classes.h"
 
 namespace shardwright {
 

@@ -6,8 +6,8 @@
 #include <utility>
 #include <vector>
 
-#include "moves/extremes.h"
 #include "moves/move_table.h"
+#include "moves/rank_classes.h"
 #include "moves/segments.h"
 #include "moves/step_exchange.h"
 #include "moves/traffic.h"
@@ -36,7 +36,7 @@ bool is_uneven_by_rule(const Step& step) {
 
 // Returns the maxima over one rank of each class. Examines only position 0's group if that group has the maxima.
 StepCounts counts_by_walking(const Step& step, Lowering lowering) {
-  StepCounts worst;
+  StepCounts maxima;
   const StepTraffic traffic(step, lowering);
   const int64_t item = step.before.dtype().size_bytes();
   const Mesh& mesh = step.before.mesh();
@@ -51,15 +51,15 @@ StepCounts counts_by_walking(const Step& step, Lowering lowering) {
     }
     if (!is_looked_at) continue;
     const Traffic rank_traffic = traffic.at(position);
-    worst.received_bytes = std::max(worst.received_bytes, rank_traffic.received_bytes);
-    worst.sent_bytes = std::max(worst.sent_bytes, rank_traffic.sent_bytes);
-    worst.messages = std::max(worst.messages, rank_traffic.messages);
-    worst.sent_messages = std::max(worst.sent_messages, rank_traffic.sent_messages);
-    worst.touched_bytes = std::max(worst.touched_bytes, num_elements(step.after.region(position)) * item);
+    maxima.received_bytes = std::max(maxima.received_bytes, rank_traffic.received_bytes);
+    maxima.sent_bytes = std::max(maxima.sent_bytes, rank_traffic.sent_bytes);
+    maxima.messages = std::max(maxima.messages, rank_traffic.messages);
+    maxima.sent_messages = std::max(maxima.sent_messages, rank_traffic.sent_messages);
+    maxima.touched_bytes = std::max(maxima.touched_bytes, num_elements(step.after.region(position)) * item);
   }
-  worst.collectives =
+  maxima.collectives =
       collectives_of(step.op, step.before.mesh().group_size(step.mesh_dims), reduces_natively(step, lowering));
-  return worst;
+  return maxima;
 }
 
 }  // namespace
@@ -74,7 +74,7 @@ Link link_of(const Step& step, const Topology& topology) {
 }
 
 StepCounts step_counts(const Step& step, Lowering lowering) {
-  if (is_crossing(step.op)) return exchange_of(step)->worst(step.rounds);
+  if (is_crossing(step.op)) return exchange_of(step)->maxima(step.rounds);
   const bool walks =
       step.policy == ReplicaPolicy::kEvenBytes || step.rounds > 1 || (!is_local(step.op) && is_uneven_by_rule(step));
   if (walks) return counts_by_walking(step, lowering);
@@ -109,13 +109,13 @@ struct Stage {
 // Returns the transfer times of a step. `ranks` are the ranks of the plan, in order.
 Stage stage_of(const Step& step, const Plan& plan, const std::vector<Rank>& ranks) {
   Stage stage;
-  const StepCounts worst = step_counts(step, plan.lowering);
-  if (is_local(step.op) || (is_crossing(step.op) && worst.messages == 0)) return stage;
+  const StepCounts maxima = step_counts(step, plan.lowering);
+  if (is_local(step.op) || (is_crossing(step.op) && maxima.messages == 0)) return stage;
   stage.communicates = true;
   const Topology& topology = plan.topology;
   const Link link = link_of(step, topology);
-  const int64_t messages = std::max(worst.messages, worst.sent_messages);
-  stage.latency = saturating_sum(worst.collectives * topology.step_ps, saturating_product(messages, link.message_ps));
+  const int64_t messages = std::max(maxima.messages, maxima.sent_messages);
+  stage.latency = saturating_sum(maxima.collectives * topology.step_ps, saturating_product(messages, link.message_ps));
   const bool is_inside = link == topology.inside;
   std::optional<GridExchange> by_node;
   if (step.policy == ReplicaPolicy::kNodeLocal && !is_inside) by_node = crossing_of(step);

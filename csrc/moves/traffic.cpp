@@ -117,28 +117,28 @@ std::optional<Traffic> StepTraffic::upper_bound() const {
 namespace {
 
 // Returns the sum over all ranks of the elements that they hold.
-int64_t held_by_all(const Layout& layout) {
+int64_t total_held_elements(const Layout& layout) {
   return layout.num_elements() * (layout.mesh().size() / layout.mesh().group_size(layout.cut_dims()));
 }
 
 // Returns the bytes that all ranks together receive in a step, without visiting ranks; nullopt if there is no formula.
-std::optional<int64_t> received_by_all(const Step& step, Lowering lowering) {
+std::optional<int64_t> total_received_bytes(const Step& step, Lowering lowering) {
   const int64_t item = step.before.dtype().size_bytes();
   const int64_t k = step.before.mesh().group_size(step.mesh_dims);
-  if (step.op == StepOp::kReduceScatter) return (k - 1) * held_by_all(step.after) * item;
+  if (step.op == StepOp::kReduceScatter) return (k - 1) * total_held_elements(step.after) * item;
   if (step.op == StepOp::kAllReduce) {
-    if (!reduces_natively(step, lowering)) return 2 * (k - 1) * (held_by_all(step.before) / k) * item;
+    if (!reduces_natively(step, lowering)) return 2 * (k - 1) * (total_held_elements(step.before) / k) * item;
     if (!step.before.has_equal_parts()) return std::nullopt;  // each rank's count is rounded separately
     return all_reduce_traffic(step.before.largest_part_elements(), k, 0, item, true).received_bytes *
            step.before.mesh().size();
   }
   const std::optional<int64_t> kept = SharedElements(step.before, step.after).sum();
   if (!kept) return std::nullopt;
-  return (held_by_all(step.after) - *kept) * item;
+  return (total_held_elements(step.after) - *kept) * item;
 }
 
-// Returns true if the examined ranks reach the upper bound of every maximum, so that the maxima are exact.
-bool reach(const TrafficTotals& totals, const std::vector<StepTraffic>& steps) {
+// Returns true if the maxima over the examined ranks equal their upper bounds, and are therefore exact.
+bool equal_upper_bounds(const TrafficTotals& totals, const std::vector<StepTraffic>& steps) {
   Traffic most;
   for (const StepTraffic& step : steps) {
     const std::optional<Traffic> step_traffic = step.upper_bound();
@@ -242,11 +242,11 @@ TrafficTotals totals(const Plan& plan) {
   if (seen.is_complete) return result;
   result.received_bytes_sum = 0;
   for (size_t s = 0; s < steps.size(); ++s) {
-    const std::optional<int64_t> sum = received_by_all(steps[s].step(), plan.lowering);
+    const std::optional<int64_t> sum = total_received_bytes(steps[s].step(), plan.lowering);
     result.sum_is_exact = result.sum_is_exact && sum;
     result.received_bytes_sum += sum ? *sum : of_steps[s].received_bytes_max * mesh.size();
   }
-  result.maxima_are_exact = reach(result, steps);
+  result.maxima_are_exact = equal_upper_bounds(result, steps);
   return result;
 }
 
@@ -287,7 +287,7 @@ Bound lower_bound(const Layout& src, const Layout& dst) {
     }
     if (!seen.is_complete) {
       const std::optional<int64_t> kept = shared.sum();
-      bound.bytes_sum = kept ? (held_by_all(dst) - *kept) * item : bound.bytes_max;
+      bound.bytes_sum = kept ? (total_held_elements(dst) - *kept) * item : bound.bytes_max;
     }
     return bound;
   }

@@ -10,8 +10,8 @@
 #include "exchange/exchange.h"
 #include "exchange/mesh_exchange.h"
 #include "moves/collectives.h"
-#include "moves/extremes.h"
 #include "moves/plan.h"
+#include "moves/rank_classes.h"
 
 namespace shardwright {
 
@@ -80,7 +80,7 @@ struct TrafficTotals {
 };
 
 // Returns the totals of one step or of a whole plan. The maxima of a plan are over each rank's sum over steps. Ranks
-// are divided into classes by the coordinates on which their traffic depends (moves/extremes.h). With up to
+// are divided into classes by the coordinates on which their traffic depends (moves/rank_classes.h). With up to
 // kMaxRanksWalked classes, one rank of each is examined, and everything is exact. With more, the maxima are those of
 // outermost and boundary coordinates: exact if no rank can have more, otherwise lower bounds. The sum is then computed
 // without visiting ranks, or is an upper bound. Between two meshes all ranks are examined, and everything is exact.

@@ -19,7 +19,7 @@ const Bound& CertifiedPlan::bound() const {
 
 int64_t CertifiedPlan::peak_bytes() const {
   const std::lock_guard lock(mutex_);
-  if (!peak_bytes_) peak_bytes_ = worst_peak_bytes(plan_);
+  if (!peak_bytes_) peak_bytes_ = max_peak_bytes(plan_);
   return peak_bytes_->bytes;
 }
 

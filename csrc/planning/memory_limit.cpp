@@ -5,7 +5,7 @@
 
 #include "cost/cost.h"
 #include "moves/collectives.h"
-#include "moves/extremes.h"
+#include "moves/rank_classes.h"
 #include "moves/step_counts.h"
 #include "moves/traffic.h"
 #include "planning/serialize.h"
@@ -66,7 +66,7 @@ constexpr int64_t kMaxRanksCounted = 64;
 
 // Returns the peak memory of the worst rank examined, by step. Examines fewer ranks without a limit.
 std::vector<int64_t> peaks_by_step(const Plan& plan, bool has_limit) {
-  return ProgramMemory(plan).worst_peak_bytes_by_step(has_limit ? kMaxRanksWalked : kMaxRanksCounted).bytes;
+  return ProgramMemory(plan).max_peak_bytes_by_step(has_limit ? kMaxRanksWalked : kMaxRanksCounted).bytes;
 }
 
 // Returns the largest peak, 0 if there are no steps.
@@ -123,12 +123,12 @@ Ranking ranking_of(const Plan& plan) {
 
 }  // namespace
 
-PeakBytes worst_peak_bytes(const Plan& plan) {
-  const ProgramMemory::Worst worst = ProgramMemory(plan).worst_peak_bytes_by_step(kMaxRanksWalked);
-  return {largest(worst.bytes), worst.is_exact};
+PeakBytes max_peak_bytes(const Plan& plan) {
+  const ProgramMemory::MaxPeaks maxima = ProgramMemory(plan).max_peak_bytes_by_step(kMaxRanksWalked);
+  return {largest(maxima.bytes), maxima.is_exact};
 }
 
-int64_t peak_bytes(const Plan& plan) { return worst_peak_bytes(plan).bytes; }
+int64_t peak_bytes(const Plan& plan) { return max_peak_bytes(plan).bytes; }
 
 // First makes the plan without a limit. If it needs too much memory, tries other plans in rounds (see below).
 Plan make_plan_within(const Layout& src, const Layout& dst, const PlanOptions& options,

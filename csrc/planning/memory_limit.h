@@ -13,8 +13,8 @@ namespace shardwright {
 // Returns the bytes that the worst rank's program allocates: its result and its temporaries. If there are more than
 // kMaxRanksWalked classes of ranks, only the outermost and boundary ones are examined; the result may then be too low,
 // and is_exact is false.
-PeakBytes worst_peak_bytes(const Plan& plan);
-int64_t peak_bytes(const Plan& plan);  // worst_peak_bytes() without is_exact
+PeakBytes max_peak_bytes(const Plan& plan);
+int64_t peak_bytes(const Plan& plan);  // max_peak_bytes() without is_exact
 
 // Returns the cheapest plan found whose peak_bytes are at most `memory_limit`. To save memory, it splits steps into
 // rounds, uses smaller intermediate layouts, or both. Without a limit, temporaries may take the larger of source and

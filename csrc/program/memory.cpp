@@ -143,16 +143,16 @@ ProgramMemory::Seen ProgramMemory::seen_of(size_t step, int64_t max_ranks) const
   return {mesh.ranks_at(seen.positions), seen.is_complete};
 }
 
-ProgramMemory::Worst ProgramMemory::worst_peak_bytes_by_step(int64_t max_ranks) {
-  Worst worst;
+ProgramMemory::MaxPeaks ProgramMemory::max_peak_bytes_by_step(int64_t max_ranks) {
+  MaxPeaks maxima;
   if (!segments_.empty()) {
     const auto [ranks, are_all] = evenly_spaced(ranks_of(plan_), max_ranks);
-    worst = {std::vector<int64_t>(plan_.steps.size(), 0), are_all};
+    maxima = {std::vector<int64_t>(plan_.steps.size(), 0), are_all};
     for (const Rank rank : ranks) {
       const std::vector<int64_t> peaks = peak_bytes_by_step(rank);
-      for (size_t i = 0; i < peaks.size(); ++i) worst.bytes[i] = std::max(worst.bytes[i], peaks[i]);
+      for (size_t i = 0; i < peaks.size(); ++i) maxima.bytes[i] = std::max(maxima.bytes[i], peaks[i]);
     }
-    return worst;
+    return maxima;
   }
   for (size_t i = 0; i < steps_.size(); ++i) {
     const Seen seen = seen_of(i, max_ranks);
@@ -166,16 +166,16 @@ ProgramMemory::Worst ProgramMemory::worst_peak_bytes_by_step(int64_t max_ranks) 
       if (steps_[i]->is_like_an_earlier_one(rank)) continue;
       peak = std::max(peak, peak_of_step(i, rank));
     }
-    worst.bytes.push_back(peak);
+    maxima.bytes.push_back(peak);
     // A rank that sends and receives more needs at least as much memory, except for the first position's own part.
     const std::optional<Traffic> most = known.empty() ? std::nullopt : steps_[i]->traffic_upper_bound();
     const bool has_most =
         most && std::any_of(known.begin(), known.end(), [&](const Traffic& traffic) {
           return traffic.received_bytes == most->received_bytes && traffic.sent_bytes == most->sent_bytes;
         });
-    worst.is_exact = worst.is_exact && (seen.are_all || has_most);
+    maxima.is_exact = maxima.is_exact && (seen.are_all || has_most);
   }
-  return worst;
+  return maxima;
 }
 
 }  // namespace shardwright

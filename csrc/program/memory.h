@@ -34,13 +34,13 @@ class ProgramMemory {
   // Returns Program::peak_bytes_by_step of compile(plan, rank).
   std::vector<int64_t> peak_bytes_by_step(Rank rank);
 
-  // The maximum over all ranks, by step. One rank of each class (moves/extremes.h) is examined; if there are more than
-  // `max_ranks` classes, only the outermost and boundary ones. is_exact is false if other ranks might need more.
-  struct Worst {
+  // The maximum over all ranks, by step. One rank of each class (moves/rank_classes.h) is examined; if there are more
+  // than `max_ranks` classes, only the outermost and boundary ones. is_exact is false if other ranks might need more.
+  struct MaxPeaks {
     std::vector<int64_t> bytes;  // by step
     bool is_exact = true;
   };
-  Worst worst_peak_bytes_by_step(int64_t max_ranks);
+  MaxPeaks max_peak_bytes_by_step(int64_t max_ranks);
 
  private:
   // Writes all steps of a rank, and returns the buffer that holds the result.

@@ -6,8 +6,8 @@
 #include <optional>
 
 #include "exchange/mesh_exchange.h"
-#include "moves/extremes.h"
 #include "moves/plan.h"
+#include "moves/rank_classes.h"
 #include "program/sketch.h"
 #include "program/transfer_method.h"
 

@@ -7,14 +7,14 @@
 
 namespace shardwright {
 
-Cost CrossingCost::of(const Step& step, const StepCounts& worst, int64_t picoseconds) const {
-  const bool communicates = step.op == StepOp::kCross ? worst.messages > 0 : !is_local(step.op);
-  return {is_for_time() ? picoseconds : worst.received_bytes, communicates ? 1 : 0, worst.messages, 1};
+Cost CrossingCost::of(const Step& step, const StepCounts& maxima, int64_t picoseconds) const {
+  const bool communicates = step.op == StepOp::kCross ? maxima.messages > 0 : !is_local(step.op);
+  return {is_for_time() ? picoseconds : maxima.received_bytes, communicates ? 1 : 0, maxima.messages, 1};
 }
 
-Cost CrossingCost::of(const Step& step, const GridExchange& crossing, const StepCounts& worst) const {
+Cost CrossingCost::of(const Step& step, const GridExchange& crossing, const StepCounts& maxima) const {
   const Link link = link_of(crossing, topology_);
-  return of(step, worst, predicted_picoseconds(worst.messages == 0, worst, link, topology_));
+  return of(step, maxima, predicted_picoseconds(maxima.messages == 0, maxima, link, topology_));
 }
 
 std::optional<std::pair<Step, Cost>> CrossingCost::cheapest(const Layout& before, const Layout& after,
@@ -22,12 +22,12 @@ std::optional<std::pair<Step, Cost>> CrossingCost::cheapest(const Layout& before
   Step step{StepOp::kCross, {}, before, after, ReplicaPolicy::kWholeMessages};
   const GridExchange in_messages = crossing_of(step);
   const GridExchange to_the_element = in_messages.with_policy(ReplicaPolicy::kEvenBytes);
-  const StepCounts least = in_messages.worst_at_least();  // lower bounds for both policies
+  const StepCounts least = in_messages.maxima_lower_bound();  // lower bounds for both policies
   if (!is_worth(of(step, in_messages, least)) && !is_worth(of(step, to_the_element, least))) return std::nullopt;
-  const StepCounts worst = in_messages.totals().worst;
-  const Cost of_messages = of(step, in_messages, worst);
-  if (worst.sent_bytes <= worst.received_bytes) return std::pair(std::move(step), of_messages);
-  const Cost of_elements = of(step, to_the_element, to_the_element.totals().worst);
+  const StepCounts maxima = in_messages.totals().maxima;
+  const Cost of_messages = of(step, in_messages, maxima);
+  if (maxima.sent_bytes <= maxima.received_bytes) return std::pair(std::move(step), of_messages);
+  const Cost of_elements = of(step, to_the_element, to_the_element.totals().maxima);
   if (of_elements < of_messages) step.policy = ReplicaPolicy::kEvenBytes;
   return std::pair(std::move(step), std::min(of_messages, of_elements));
 }

@@ -19,10 +19,10 @@ class CrossingCost {
 
   bool is_for_time() const { return options_.objective == Objective::kTime; }
 
-  // Returns the cost of any step, from the counts of its worst ranks and its predicted time.
-  Cost of(const Step& step, const StepCounts& worst, int64_t picoseconds) const;
-  // Returns the cost of a crossing; `crossing` has its messages. If `worst` are lower bounds, so is the cost.
-  Cost of(const Step& step, const GridExchange& crossing, const StepCounts& worst) const;
+  // Returns the cost of any step, from its maxima over ranks and its predicted time.
+  Cost of(const Step& step, const StepCounts& maxima, int64_t picoseconds) const;
+  // Returns the cost of a crossing; `crossing` has its messages. If `maxima` are lower bounds, so is the cost.
+  Cost of(const Step& step, const GridExchange& crossing, const StepCounts& maxima) const;
 
   // Returns the cheaper of the crossings with ReplicaPolicy::kWholeMessages and ReplicaPolicy::kEvenBytes, and its
   // cost. Returns nullopt if lower bounds show that is_worth is false for both. `is_worth(cost)` must be true exactly

@@ -73,10 +73,10 @@ class Ways {
 
   // Appends a step and adds its predicted cost.
   void add(Way& way, Step step) const {
-    const StepCounts worst = step_counts(step, options_.lowering);
-    way.picoseconds = saturating_sum(way.picoseconds, predicted_picoseconds(step, worst, topology_));
-    way.received_bytes += worst.received_bytes;
-    way.sent_bytes += worst.sent_bytes;
+    const StepCounts maxima = step_counts(step, options_.lowering);
+    way.picoseconds = saturating_sum(way.picoseconds, predicted_picoseconds(step, maxima, topology_));
+    way.received_bytes += maxima.received_bytes;
+    way.sent_bytes += maxima.sent_bytes;
     way.steps.push_back(std::move(step));
   }
 

@@ -194,12 +194,12 @@ class Search {
     return slowest;
   }
 
-  // Returns the cost of a move from the counts of its worst ranks.
-  Cost cost(const MoveTable::Move& move, const StepCounts& worst) const {
+  // Returns the cost of a move from its maxima over ranks.
+  Cost cost(const MoveTable::Move& move, const StepCounts& maxima) const {
     const bool local = is_local(move.op);
     const int64_t first =
-        is_for_time() ? predicted_picoseconds(local, worst, link(move.mesh_dims), topology_) : worst.received_bytes;
-    return {first, local ? 0 : 1, worst.messages, 1};
+        is_for_time() ? predicted_picoseconds(local, maxima, link(move.mesh_dims), topology_) : maxima.received_bytes;
+    return {first, local ? 0 : 1, maxima.messages, 1};
   }
 
   // Returns a lower bound on the cost of any single move between these states, from their numbers of elements.

@@ -324,10 +324,10 @@ class Crossings {
     }
     leg.at_least = {};
     for (const Step& step : *leg.steps) {
-      const StepCounts worst = step_counts(step, options_.lowering);
-      leg.sent_bytes += worst.sent_bytes;
-      leg.received_bytes += worst.received_bytes;
-      leg.at_least = leg.at_least + cost_.of(step, worst, predicted_picoseconds(step, worst, topology_));
+      const StepCounts maxima = step_counts(step, options_.lowering);
+      leg.sent_bytes += maxima.sent_bytes;
+      leg.received_bytes += maxima.received_bytes;
+      leg.at_least = leg.at_least + cost_.of(step, maxima, predicted_picoseconds(step, maxima, topology_));
     }
   }
 
@@ -432,21 +432,21 @@ class Crossings {
     Step step{StepOp::kCross, {}, first.layout, last.layout, policy};
     if (policy == ReplicaPolicy::kNodeLocal) step.ranks_per_node = topology_.ranks_per_node;
     const Cost around = first.at_least + last.at_least;
-    const StepCounts least = crossing.worst_at_least();
+    const StepCounts least = crossing.maxima_lower_bound();
     // Bytes of kNodeLocal take several links, so the bound does not apply, and its listed messages are counted quickly.
     const bool is_hopeless =
         policy != ReplicaPolicy::kNodeLocal && !may_improve(around + cost_.of(step, crossing, least));
     if (is_hopeless) return least.sent_bytes > least.received_bytes;
-    const StepCounts worst = crossing.totals().worst;
-    const Cost total = around + cost_.of(step, crossing, worst);
+    const StepCounts maxima = crossing.totals().maxima;
+    const Cost total = around + cost_.of(step, crossing, maxima);
     if (may_improve(total)) {
       take(total, first, {std::move(step)}, last);
-      best_crossing_ = worst;
+      best_crossing_ = maxima;
       best_link_ = link_of(crossing, topology_);
-      best_sent_bytes_ = first.sent_bytes + worst.sent_bytes + last.sent_bytes;
-      best_received_bytes_ = first.received_bytes + worst.received_bytes + last.received_bytes;
+      best_sent_bytes_ = first.sent_bytes + maxima.sent_bytes + last.sent_bytes;
+      best_received_bytes_ = first.received_bytes + maxima.received_bytes + last.received_bytes;
     }
-    return worst.sent_bytes > worst.received_bytes;
+    return maxima.sent_bytes > maxima.received_bytes;
   }
 
   const Layout& src_;

@@ -31,17 +31,17 @@ void expect_destinations(const BatchForecast& made, const std::vector<std::pair<
   for (size_t i = 0; i < pairs.size(); ++i) {
     const int64_t item_bytes = pairs[i].second.layout.dtype().size_bytes();
     int64_t received = 0;
-    int64_t worst = 0;
+    int64_t maximum = 0;
     int64_t kept = 0;
     for (int64_t r = 0; r < kWorld; ++r) {
       const auto needed = test::elements_of(pairs[i].second, Rank{r});
       const auto own = static_cast<int64_t>(in_common(needed, test::elements_of(pairs[i].first, Rank{r})).size());
       kept += own * item_bytes;
       received += (static_cast<int64_t>(needed.size()) - own) * item_bytes;
-      worst = std::max(worst, (static_cast<int64_t>(needed.size()) - own) * item_bytes);
+      maximum = std::max(maximum, (static_cast<int64_t>(needed.size()) - own) * item_bytes);
     }
     EXPECT_EQ(made.destinations[i].received_bytes, received);
-    EXPECT_EQ(made.destinations[i].received_bytes_max, worst);
+    EXPECT_EQ(made.destinations[i].received_bytes_max, maximum);
     EXPECT_EQ(made.destinations[i].kept_bytes, kept);
     EXPECT_EQ(made.destinations[i].first_round >= 0, received > 0);
   }

@@ -103,20 +103,20 @@ TEST(Digits, PredictTheTrafficOfASharedExchange) {
       if (step.policy == ReplicaPolicy::kAligned) continue;
       ++shared;
       const MeshExchange exchange = mesh_exchange_of(step);
-      Traffic worst;
+      Traffic maxima;
       for (int64_t p = 0; p < step.before.mesh().size(); ++p) {
         const Traffic one = exchange.traffic_at(p);
-        worst.received_bytes = std::max(worst.received_bytes, one.received_bytes);
-        worst.sent_bytes = std::max(worst.sent_bytes, one.sent_bytes);
-        worst.messages = std::max(worst.messages, one.messages);
-        worst.sent_messages = std::max(worst.sent_messages, one.sent_messages);
+        maxima.received_bytes = std::max(maxima.received_bytes, one.received_bytes);
+        maxima.sent_bytes = std::max(maxima.sent_bytes, one.sent_bytes);
+        maxima.messages = std::max(maxima.messages, one.messages);
+        maxima.sent_messages = std::max(maxima.sent_messages, one.sent_messages);
       }
       const StepCounts counts = step_counts(step, Lowering::kNccl);
       const std::string which = concat(step.before.to_string(), " -> ", step.after.placements_string());
-      ASSERT_EQ(counts.received_bytes, worst.received_bytes) << which;
-      ASSERT_EQ(counts.sent_bytes, worst.sent_bytes) << which;
-      ASSERT_EQ(counts.messages, worst.messages) << which;
-      ASSERT_EQ(counts.sent_messages, worst.sent_messages) << which;
+      ASSERT_EQ(counts.received_bytes, maxima.received_bytes) << which;
+      ASSERT_EQ(counts.sent_bytes, maxima.sent_bytes) << which;
+      ASSERT_EQ(counts.messages, maxima.messages) << which;
+      ASSERT_EQ(counts.sent_messages, maxima.sent_messages) << which;
     }
   }
   EXPECT_GT(shared, 50);

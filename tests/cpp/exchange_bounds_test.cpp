@@ -67,7 +67,7 @@ TEST(LeastWorstLoad, EqualsTheLoadOfTheDensestSetOfWorkers) {
       work.jobs.push_back(job);
       masks[mask] += job.amount;
     }
-    const Ratio load = least_worst_load(work);
+    const Ratio load = min_max_load(work);
     ASSERT_TRUE(same(load, by_all_sets(masks, workers))) << i << ": " << load.numerator << "/" << load.denominator;
   }
 }

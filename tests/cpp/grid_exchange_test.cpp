@@ -63,19 +63,19 @@ void expect_delivers(const GridExchange& exchange, const Placed& src, const Plac
 }
 
 // Divides the demand for each part evenly among the ranks that hold this part, and returns the maximum.
-int64_t least_worst_sender(const Placed& src, const Placed& dst) {
+int64_t min_max_sent(const Placed& src, const Placed& dst) {
   std::map<std::vector<int64_t>, int64_t> holders;
   for (const auto& [rank, lists] : src.held) ++holders[elements_of(src, rank)];
-  int64_t worst = 0;
+  int64_t maximum = 0;
   for (const auto& [part, count] : holders) {
     int64_t wanted = 0;
     for (const auto& [rank, lists] : dst.held) {
       if (elements_of(src, rank) == part) continue;
       wanted += static_cast<int64_t>(in_common(part, elements_of(dst, rank)).size());
     }
-    worst = std::max(worst, (wanted + count - 1) / count);
+    maximum = std::max(maximum, (wanted + count - 1) / count);
   }
-  return worst;
+  return maximum;
 }
 
 int64_t most(const std::map<Rank, int64_t>& of_ranks) {
@@ -123,7 +123,7 @@ TEST(GridExchange, DeliversEveryElementOnceAndBalancesSenders) {
           ASSERT_EQ(exchange.messages_at_most(rank, Direction::kReceive), received) << rank;
         }
       }
-      const int64_t least = least_worst_sender(src, dst);
+      const int64_t least = min_max_sent(src, dst);
       if (policy == ReplicaPolicy::kEvenBytes) {
         ASSERT_EQ(most(counted.sent), least);
         shared += least > 0 && least < counted.largest_message;

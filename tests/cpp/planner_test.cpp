@@ -300,7 +300,7 @@ TEST(Planner, UnevenGatherOverMergedDimsIsCorrect) {
 
 // Returns the minimum that the worst rank must send, counted element by element. The ranks that hold an element can
 // share the sending, and two ranks hold either the same elements or none in common.
-int64_t least_worst_sent(const Layout& src, const Layout& dst) {
+int64_t min_max_sent(const Layout& src, const Layout& dst) {
   const int64_t ranks = src.mesh().size();
   const auto owners = [&](const Layout& layout) {
     std::vector<std::set<int64_t>> by_element(static_cast<size_t>(layout.num_elements()));
@@ -322,12 +322,12 @@ int64_t least_worst_sent(const Layout& src, const Layout& dst) {
   for (size_t e = 0; e < holders.size(); ++e) {
     for (const int64_t p : receivers[e]) sent[holders[e]] += holders[e].count(p) == 0 ? 1 : 0;
   }
-  int64_t worst = 0;
+  int64_t maximum = 0;
   for (const auto& [policy, elements] : sent) {
     const auto k = static_cast<int64_t>(policy.size());
-    worst = std::max(worst, (elements + k - 1) / k);
+    maximum = std::max(maximum, (elements + k - 1) / k);
   }
-  return worst * src.dtype().size_bytes();
+  return maximum * src.dtype().size_bytes();
 }
 
 struct ByteCase {
@@ -354,7 +354,7 @@ TEST_P(FewestBytes, ReachTheBoundAndBalanceSenders) {
       ASSERT_LE(plan.steps.size(), 2u);
       ASSERT_EQ(t.received_bytes_sum, bound.bytes_sum) << to_string(plan);
       ASSERT_EQ(t.received_bytes_max, bound.bytes_max) << to_string(plan);
-      ASSERT_LE(t.sent_bytes_max * 100, least_worst_sent(src, dst) * 105) << to_string(plan);
+      ASSERT_LE(t.sent_bytes_max * 100, min_max_sent(src, dst) * 105) << to_string(plan);
       moving += bound.bytes_sum > 0;
       if (!plan.steps.empty() && plan.steps.back().policy == ReplicaPolicy::kEvenBytes) {
         ++even;

@@ -16,10 +16,10 @@
 #include "planning/serialize.h"
 #include "products/product_problem.h"
 #include "program/program.h"
+#include "rank_maxima.h"
 #include "search/make_plan.h"
 #include "simulate/simulate.h"
 #include "support/error.h"
-#include "worst_rank.h"
 
 namespace shardwright {
 namespace {

@@ -218,7 +218,7 @@ TEST(InSegments, MoveEveryElementOfRandomPairs) {
           ASSERT_EQ(bytes, *std::max_element(peaks.begin(), peaks.end()));
           ASSERT_EQ(memory.peak_bytes_by_step(rank), peaks) << "rank " << to_int(rank);
         }
-        ASSERT_EQ(worst_peak_bytes(plan).bytes, peak);
+        ASSERT_EQ(max_peak_bytes(plan).bytes, peak);
         ASSERT_EQ(to_bytes(from_bytes(to_bytes(plan))), to_bytes(plan));
         expect_traffic_of_programs(plan);
         ++moved;
@@ -359,15 +359,15 @@ TEST(InSegments, PredictedMemoryMatchesPrograms) {
           }
         }
         ProgramMemory memory(plan);
-        std::vector<int64_t> worst(plan.steps.size(), 0);
+        std::vector<int64_t> maxima(plan.steps.size(), 0);
         for (const Rank rank : ranks_of(plan)) {
           const std::vector<int64_t> peaks = compile(plan, rank).peak_bytes_by_step();
           ASSERT_EQ(memory.peak_bytes_by_step(rank), peaks) << "rank " << to_int(rank);
-          for (size_t s = 0; s < peaks.size(); ++s) worst[s] = std::max(worst[s], peaks[s]);
+          for (size_t s = 0; s < peaks.size(); ++s) maxima[s] = std::max(maxima[s], peaks[s]);
         }
-        const ProgramMemory::Worst found = memory.worst_peak_bytes_by_step(kMaxRanksWalked);
+        const ProgramMemory::MaxPeaks found = memory.max_peak_bytes_by_step(kMaxRanksWalked);
         ASSERT_TRUE(found.is_exact);
-        ASSERT_EQ(found.bytes, worst);
+        ASSERT_EQ(found.bytes, maxima);
         (are_uniform(plan) ? num_uniform : num_non_uniform) += 1;
         on_many += ranks_of(plan).size() > 64;
       }
@@ -436,7 +436,7 @@ TEST(InSegments, TemporariesShrinkWithMoreSegments) {
   int64_t previous = std::numeric_limits<int64_t>::max();
   for (const int64_t count : {4, 8, 16}) {
     plan.segments = {1, count};
-    const int64_t temporaries = worst_peak_bytes(plan).bytes - result;
+    const int64_t temporaries = max_peak_bytes(plan).bytes - result;
     EXPECT_LT(temporaries, previous);
     EXPECT_LE(temporaries, 4 * result / count);
     previous = temporaries;

@@ -35,9 +35,9 @@ inline void expect_as_predicted(const Plan& plan) {
   const Plan read = from_bytes(to_bytes(plan));
   ASSERT_EQ(to_bytes(read), to_bytes(plan));
   const SimulationReport report = simulate(read);
-  int64_t worst = 0;
-  for (const auto& [rank, peak] : report.peak_bytes) worst = std::max(worst, peak);
-  ASSERT_EQ(peak_bytes(plan), worst) << to_string(plan);
+  int64_t maximum = 0;
+  for (const auto& [rank, peak] : report.peak_bytes) maximum = std::max(maximum, peak);
+  ASSERT_EQ(peak_bytes(plan), maximum) << to_string(plan);
   ASSERT_EQ(totals(plan).received_bytes_sum, report.received_bytes_sum) << to_string(plan);
 }
 

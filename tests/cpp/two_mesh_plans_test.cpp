@@ -55,15 +55,15 @@ void check(const Plan& plan) {
   const Plan read = from_bytes(to_bytes(plan));
   ASSERT_EQ(to_bytes(read), to_bytes(plan));
   const SimulationReport report = simulate(read);
-  int64_t worst = 0;
+  int64_t maximum = 0;
   for (const auto& [rank, peak] : report.peak_bytes) {
     const Program program = compile(plan, rank);
     ASSERT_EQ(ProgramMemory(plan).peak_bytes_by_step(rank), program.peak_bytes_by_step())
         << "rank " << rank << " of " << to_string(plan) << "\n"
         << program.to_string();
-    worst = std::max(worst, peak);
+    maximum = std::max(maximum, peak);
   }
-  ASSERT_EQ(peak_bytes(plan), worst) << to_string(plan);
+  ASSERT_EQ(peak_bytes(plan), maximum) << to_string(plan);
 }
 
 TEST(TwoMeshPlans, MoveEveryElementBetweenAllLayouts) {

@@ -1,4 +1,4 @@
-// Compares the library's worst ranks and sums, which it finds by looking at few ranks, with a walk over every rank.
+// Compares maxima and sums over ranks, which the library finds by looking at few ranks, with a walk over every rank.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -37,15 +37,15 @@ inline void check_traffic(const Plan& plan) {
 // If `compiles`, the peaks of all ranks come from their programs, otherwise from ProgramMemory.
 inline void check_peak(const Plan& plan, bool compiles) {
   ProgramMemory memory(plan);
-  std::vector<int64_t> worst(plan.steps.size(), 0);
+  std::vector<int64_t> maxima(plan.steps.size(), 0);
   for (const Rank rank : ranks_of(plan)) {
     const std::vector<int64_t> peaks =
         compiles ? compile(plan, rank).peak_bytes_by_step() : memory.peak_bytes_by_step(rank);
-    for (size_t i = 0; i < peaks.size(); ++i) worst[i] = std::max(worst[i], peaks[i]);
+    for (size_t i = 0; i < peaks.size(); ++i) maxima[i] = std::max(maxima[i], peaks[i]);
   }
-  const ProgramMemory::Worst found = ProgramMemory(plan).worst_peak_bytes_by_step(kMaxRanksWalked);
+  const ProgramMemory::MaxPeaks found = ProgramMemory(plan).max_peak_bytes_by_step(kMaxRanksWalked);
   EXPECT_TRUE(found.is_exact);
-  EXPECT_EQ(found.bytes, worst) << to_string(plan) << plan.lowering.name;
+  EXPECT_EQ(found.bytes, maxima) << to_string(plan) << plan.lowering.name;
 }
 
 }  // namespace shardwright::test

@@ -1,4 +1,4 @@
-#include "moves/extremes.h"
+#include "moves/rank_classes.h"
 
 #include <algorithm>
 #include <optional>

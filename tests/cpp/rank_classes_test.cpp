@@ -1,5 +1,5 @@
 // Compares the costs of the worst rank, found by classes of ranks, with those of every rank.
-#include "moves/extremes.h"
+#include "moves/rank_classes.h"
 
 #include <gtest/gtest.h>
 
@@ -11,9 +11,9 @@
 #include "moves/describe.h"
 #include "moves/traffic.h"
 #include "planning/memory_limit.h"
+#include "rank_maxima.h"
 #include "search/make_plan.h"
 #include "support/error.h"
-#include "worst_rank.h"
 
 namespace shardwright {
 namespace {
@@ -119,16 +119,16 @@ TEST(RankClasses, ReportMaximaThatAreNotExact) {
   const Layout dst = test::layout_of(mesh, {10007, 3}, "S(0),S(0),S(0)", {{0, {2, 1, 0}}});
   const Plan plan = plan_through({src, dst});
   EXPECT_FALSE(totals(plan).maxima_are_exact);
-  EXPECT_FALSE(worst_peak_bytes(plan).is_exact);
+  EXPECT_FALSE(max_peak_bytes(plan).is_exact);
   // With equal parts, digits give exact maxima of the same case.
   const Layout even_src = test::layout_of(mesh, {65536, 3}, "S(0),S(0),S(0)");
   const Layout even_dst = test::layout_of(mesh, {65536, 3}, "S(0),S(0),S(0)", {{0, {2, 1, 0}}});
   const Plan even = plan_through({even_src, even_dst});
   EXPECT_TRUE(totals(even).maxima_are_exact);
-  EXPECT_TRUE(worst_peak_bytes(even).is_exact);
+  EXPECT_TRUE(max_peak_bytes(even).is_exact);
 }
 
-// The corners in extremes.h rely on this invariant.
+// The corners in rank_classes.h rely on this invariant.
 TEST(Layout, LargestPositionHoldsTheMost) {
   for (const int64_t n : {0, 1, 5, 7, 12, 30, 31}) {
     for (const char* placements : {"S(0),S(0)", "SS(0,3),S(0)", "S(0),SS(0,2)", "SS(0,5),SS(0,4)"}) {
