@@ -295,13 +295,13 @@ MoveTable::Distance MoveTable::distance(const State& before, const State& after)
     distance.sources *= list_pair.sources;
   }
   // Every element with a pending reduction needs contributions of other ranks, whichever rank receives it.
-  const MeshDimSet due = before.partial_dims - after.partial_dims;  // mesh dims to reduce
+  const MeshDimSet to_reduce = before.partial_dims - after.partial_dims;  // mesh dims to reduce
   if (has_closed_form) {
-    distance.missing = after.elements - (differs || !due.empty() ? 0 : shared);
-    distance.missing_least = after.elements - (due.empty() ? shared : 0);
+    distance.missing = after.elements - (differs || !to_reduce.empty() ? 0 : shared);
+    distance.missing_least = after.elements - (to_reduce.empty() ? shared : 0);
     if (distance.sources == 1 && differs) distance.sources = 2;  // a rank may need all of another rank's part
-    distance.sources *= layout_.mesh().group_size(due);
-    const bool lacks_all = differs_between_nodes || !(due & between_).empty();
+    distance.sources *= layout_.mesh().group_size(to_reduce);
+    const bool lacks_all = differs_between_nodes || !(to_reduce & between_).empty();
     const int64_t missed_by_node = needed_by_node - (lacks_all ? 0 : shared_by_node);
     distance.beyond_node = missed_by_node > 0;
     distance.from_nodes = (missed_by_node + node_size_ - 1) / node_size_;
@@ -321,8 +321,8 @@ MoveTable::Distance MoveTable::distance(const State& before, const State& after)
     distance.sources *=
         std::max<int64_t>(shares(t, before.lists[t], after.lists[t], dims_of(t, before.lists[t]), {}).sources, 1);
   }
-  distance.sources *= layout_.mesh().group_size(due);
-  if (!due.empty()) distance.missing = after.elements;
+  distance.sources *= layout_.mesh().group_size(to_reduce);
+  if (!to_reduce.empty()) distance.missing = after.elements;
   return distance;
 }
 

@@ -15,7 +15,7 @@ namespace shardwright {
 namespace {
 
 // Maximum number of times that stripes are recomputed from the elements that ranks send.
-constexpr int kMostTurns = 3;
+constexpr int kMaxIterations = 3;
 constexpr int64_t kLeastUnits = 24;  // minimum number of units per stripe; see unit_of()
 
 // The cut that makes the stripes, whose lengths may change.
@@ -118,7 +118,7 @@ std::optional<Layout> balanced(const Layout& before, const Layout& stripes, cons
   const int64_t elements = stripes.with(std::move(without), std::vector<Placement>(mesh.ndim(), Placement::replicate()))
                                .largest_part_elements();
   Layout best = stripes;
-  for (int turn = 0; turn < kMostTurns; ++turn) {
+  for (int iteration = 0; iteration < kMaxIterations; ++iteration) {
     const std::vector<int64_t> shares = filled_up(sent_by_coordinate(before, best, mesh_dim), times, elements);
     std::vector<int64_t> lengths = lengths_of(shares, striped->list / unit);
     for (int64_t& length : lengths) length *= unit;
@@ -189,7 +189,7 @@ class Receivers {
     }
     std::vector<int64_t> ranks;
     for (const Receiver& receiver : all_) {
-      for (const int64_t p : positions_like(receiver.position)) {
+      for (const int64_t p : receiver_positions(receiver.position)) {
         ranks.push_back(to_int(mesh.rank_at(Position{p})));
       }
     }
@@ -209,7 +209,7 @@ class Receivers {
     std::vector<int64_t> all;
     for (const Receiver& receiver : all_) {
       all.push_back(0);
-      for (const int64_t p : positions_like(receiver.position)) {
+      for (const int64_t p : receiver_positions(receiver.position)) {
         all.back() = std::max(all.back(), crossing.num_elements(goal_.mesh().rank_at(Position{p}), Direction::kSend));
       }
     }
@@ -231,7 +231,7 @@ class Receivers {
   }
 
   // Returns the positions that differ from this one only in mesh dims that cut other tensor dims, row-major.
-  std::vector<int64_t> positions_like(int64_t position) const {
+  std::vector<int64_t> receiver_positions(int64_t position) const {
     std::vector<int64_t> positions{position};
     for (const int d : others_.to_vector()) {
       std::vector<int64_t> more;
@@ -264,7 +264,7 @@ std::optional<Layout> balanced_relays(const Layout& before, const Layout& goal, 
       n;
   std::vector<int64_t> done(receivers.size(), 0);
   std::optional<Layout> best;
-  for (int turn = 0; turn <= kMostTurns; ++turn) {
+  for (int iteration = 0; iteration <= kMaxIterations; ++iteration) {
     std::vector<int64_t> lengths;
     for (size_t i = 0; i < receivers.size(); i += receivers.num_equal_parts(i)) {
       const size_t count = receivers.num_equal_parts(i);

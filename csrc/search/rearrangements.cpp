@@ -28,14 +28,14 @@ size_t longest_dim(const Layout& layout) {
   return static_cast<size_t>(std::max_element(sizes.begin(), sizes.end()) - sizes.begin());
 }
 
-// Returns the source with the mesh dims `due` reduced. The ranks that reduce get either the full result or, with
+// Returns the source with the mesh dims `to_reduce` reduced. The ranks that reduce get either the full result or, with
 // `scatters`, a chunk each of the longest tensor dim.
-Layout reduced(const Layout& src, MeshDimSet due, bool scatters) {
+Layout reduced(const Layout& src, MeshDimSet to_reduce, bool scatters) {
   std::vector<Placement> partials(src.mesh().ndim(), Placement::replicate());
-  for (const int d : (src.partial_dims() - due).to_vector()) partials[d] = src.placements()[d];
+  for (const int d : (src.partial_dims() - to_reduce).to_vector()) partials[d] = src.placements()[d];
   std::vector<std::vector<Cut>> cuts = src.cuts();
   if (scatters) {
-    for (const int d : due.to_vector()) cuts[longest_dim(src)].push_back({d, 1});
+    for (const int d : to_reduce.to_vector()) cuts[longest_dim(src)].push_back({d, 1});
   }
   return src.with(std::move(cuts), partials);
 }
@@ -135,11 +135,11 @@ class Ways {
 // ranks.
 std::vector<Step> reductions_over_groups(const Layout& src, const Layout& goal, const PlanOptions& options) {
   const MeshDimSet kept = src.mesh() == goal.mesh() ? goal.partial_dims() : MeshDimSet();
-  const MeshDimSet due = src.partial_dims() - kept;
-  std::vector<MeshDimSet> parts{due};
-  if (!due.empty() && !move_between(src, reduced(src, due, false), options.groups)) {
+  const MeshDimSet to_reduce = src.partial_dims() - kept;
+  std::vector<MeshDimSet> parts{to_reduce};
+  if (!to_reduce.empty() && !move_between(src, reduced(src, to_reduce, false), options.groups)) {
     parts.clear();
-    for (const int d : due.to_vector()) parts.push_back(MeshDimSet::single(d));
+    for (const int d : to_reduce.to_vector()) parts.push_back(MeshDimSet::single(d));
   }
   std::vector<Step> steps;
   Layout at = src;
@@ -169,17 +169,17 @@ std::vector<Step> cheapest_rearrangement(const Layout& src, const Layout& goal, 
                                          const Topology& topology) {
   if (!options.groups.empty()) return reductions_over_groups(src, goal, options);
   const MeshDimSet kept = src.mesh() == goal.mesh() ? goal.partial_dims() : MeshDimSet();
-  const MeshDimSet due = src.partial_dims() - kept;
+  const MeshDimSet to_reduce = src.partial_dims() - kept;
   const Ways ways(options, topology);
   std::optional<Way> best;
   const auto take_if_better = [&](Way way) {
     if (!best || ways.is_better(way, *best)) best = std::move(way);
   };
   for (const bool scatters : {true, false}) {
-    if ((due.empty() || src.ndim() == 0) && scatters) continue;
+    if ((to_reduce.empty() || src.ndim() == 0) && scatters) continue;
     Way first;
-    const Layout at = due.empty() ? src : reduced(src, due, scatters);
-    if (!due.empty()) {
+    const Layout at = to_reduce.empty() ? src : reduced(src, to_reduce, scatters);
+    if (!to_reduce.empty()) {
       std::optional<Step> step = move_between(src, at);
       if (!step && scatters) continue;  // no single move makes chunks of uneven parts
       check_invariant(step.has_value(), "no single reduction leads from ", src, " to ", at);

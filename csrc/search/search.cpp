@@ -178,8 +178,8 @@ class Search {
 
   void add_node(MoveTable::State state) { nodes_.push_back({std::move(state), {}, {}, {}, -1, false}); }
 
-  // Returns the pending reductions that must be done before the goal.
-  MeshDimSet due(const MoveTable::State& state) const { return state.partial_dims - pending_; }
+  // Returns the mesh dims whose pending reductions must be done before the goal.
+  MeshDimSet dims_to_reduce(const MoveTable::State& state) const { return state.partial_dims - pending_; }
   bool is_for_time() const { return options_.objective == Objective::kTime; }
   // Return the picoseconds of a local copy, and of a transfer over a link.
   int64_t copying(int64_t elements) const { return scaled(elements * item_, topology_.memory_ps_per_kib); }
@@ -236,8 +236,8 @@ class Search {
 
   // Makes the nodes other than source and goal, the bounds of all nodes, and the queue of open nodes.
   void make_nodes() {
-    const MeshDimSet all_due = due(nodes_[kSource].state);
-    const std::vector<MeshDimSet> lefts = left_after_some(all_due);
+    const MeshDimSet all_to_reduce = dims_to_reduce(nodes_[kSource].state);
+    const std::vector<MeshDimSet> lefts = left_after_some(all_to_reduce);
     std::vector<MoveTable::State> states = states_between(src_, goal_, MeshDimSet::from_bits(~pending_.bits()), table_);
     nodes_.reserve(2 + states.size() * lefts.size());
     for (MoveTable::State& state : states) {
@@ -258,13 +258,13 @@ class Search {
   }
 
   // Returns the sets of pending reductions that may remain after an allowed reduction, the empty set included.
-  std::vector<MeshDimSet> left_after_some(MeshDimSet due) const {
+  std::vector<MeshDimSet> left_after_some(MeshDimSet to_reduce) const {
     std::vector<MeshDimSet> all;
     uint32_t left = 0;
     do {
       const MeshDimSet remaining = MeshDimSet::from_bits(left);
-      if (remaining.empty() || may_reduce(due, due - remaining)) all.push_back(remaining);
-      left = (left - due.bits()) & due.bits();
+      if (remaining.empty() || may_reduce(to_reduce, to_reduce - remaining)) all.push_back(remaining);
+      left = (left - to_reduce.bits()) & to_reduce.bits();
     } while (left != 0);
     return all;
   }
@@ -336,15 +336,15 @@ class Search {
 
   // One reduction does all pending reductions. The exception is a first reduction within nodes, which reduces the bytes
   // sent between them. If groups are prescribed, there may be as many reductions as they require.
-  bool may_reduce(MeshDimSet due, MeshDimSet reduced) const {
-    if (reduced.empty() || reduced == due) return true;
-    return !options_.ordered && (!options_.groups.empty() || reduced == due - between_nodes_);
+  bool may_reduce(MeshDimSet to_reduce, MeshDimSet reduced) const {
+    if (reduced.empty() || reduced == to_reduce) return true;
+    return !options_.ordered && (!options_.groups.empty() || reduced == to_reduce - between_nodes_);
   }
 
   // A reduction keeps all cuts, and adds either no cuts or cuts by all mesh dims that it reduces.
   bool could_follow(const MoveTable::State& from, const MoveTable::State& to) const {
     const MeshDimSet reduced = from.partial_dims - to.partial_dims;
-    if (!(to.partial_dims - from.partial_dims).empty() || !may_reduce(due(from), reduced)) return false;
+    if (!(to.partial_dims - from.partial_dims).empty() || !may_reduce(dims_to_reduce(from), reduced)) return false;
     if (reduced.empty()) return true;
     const MeshDimSet added = to.cut_dims - from.cut_dims;
     return (from.cut_dims - to.cut_dims).empty() && (added.empty() || added == reduced);

@@ -334,15 +334,15 @@ class Crossings {
   // Returns layouts before the crossing. Each mesh dim may stay as it is, cut a tensor dim, or cut nothing, which saves
   // messages but no bytes. Replicas are sliced only if a reduction is pending; else sharing has the same effect.
   std::vector<Layout> ends_on_source() const {
-    const MeshDimSet due = src_.partial_dims();
+    const MeshDimSet to_reduce = src_.partial_dims();
     Choices choices(without_partials(src_), tensor_dims_);
-    for (const int d : due.to_vector()) choices.may_cut(d);
+    for (const int d : to_reduce.to_vector()) choices.may_cut(d);
     for (const int d : src_.cut_dims().to_vector()) {
       if (is_for_time()) choices.may_be_replicated(d);
       choices.may_cut(d);
     }
     for (const int d : src_.replicated_dims().to_vector()) {
-      if (!due.empty()) choices.may_cut(d);
+      if (!to_reduce.empty()) choices.may_cut(d);
     }
     return choices.all();
   }

@@ -159,23 +159,23 @@ void Machine::start(Process& process, int instruction, const SendReceive& operat
 }
 
 void Machine::start(Process& process, int instruction, const AllGather& operation) {
-  give(process, instruction, operation.group, {read(process, operation.src), {}});
+  contribute(process, instruction, operation.group, {read(process, operation.src), {}});
 }
 
 void Machine::start(Process& process, int instruction, const ReduceScatter& operation) {
-  give(process, instruction, operation.group, {read(process, operation.src), {}});
+  contribute(process, instruction, operation.group, {read(process, operation.src), {}});
 }
 
 void Machine::start(Process& process, int instruction, const AllReduce& operation) {
-  give(process, instruction, operation.group, {read(process, operation.data), {}});
+  contribute(process, instruction, operation.group, {read(process, operation.data), {}});
 }
 
 void Machine::start(Process& process, int instruction, const AllToAll& operation) {
-  give(process, instruction, operation.group, {read(process, operation.src), operation.send_counts});
+  contribute(process, instruction, operation.group, {read(process, operation.src), operation.send_counts});
 }
 
 void Machine::start(Process& process, int instruction, const Offer& operation) {
-  give(process, instruction, operation.group, {read(process, operation.src), {}});
+  contribute(process, instruction, operation.group, {read(process, operation.src), {}});
 }
 
 void Machine::start(Process& process, int instruction, const Fetch& operation) {
@@ -193,7 +193,7 @@ bool Machine::chunks_arrive(Process& process, const Flags& flags) {
   return true;
 }
 
-void Machine::give(Process& process, int instruction, int group_index, Contribution contribution) {
+void Machine::contribute(Process& process, int instruction, int group_index, Contribution contribution) {
   const Group& group = process.program.groups[group_index];
   const int64_t call = process.calls[group.ranks]++;
   process.call_of_ticket[instruction] = call;
@@ -202,11 +202,11 @@ void Machine::give(Process& process, int instruction, int group_index, Contribut
 
 bool Machine::finish_wait(Process& process, int ticket) {
   if (process.fetched.contains(ticket)) return true;
-  const auto deliver_collective = [&](const auto& operation) {
+  const auto finish_collective = [&](const auto& operation) {
     const Group& group = process.program.groups[operation.group];
     const auto& contributions = contributions_[{group.ranks, process.call_of_ticket[ticket]}];
     if (contributions.size() != group.ranks.size()) return false;
-    deliver(process, operation, contributions);
+    write_result(process, operation, contributions);
     return true;
   };
   const auto nothing_to_wait_for = [&] {
@@ -216,8 +216,8 @@ bool Machine::finish_wait(Process& process, int ticket) {
   return match(
       process.program.instructions[ticket].operation,
       [&](const SendReceive& o) { return receive_messages(process, o, ticket); },
-      [&](const Fetch& o) { return deliver_collective(o) && process.fetched.insert(ticket).second; },
-      [&](const IsTransfer auto& o) { return deliver_collective(o); },
+      [&](const Fetch& o) { return finish_collective(o) && process.fetched.insert(ticket).second; },
+      [&](const IsTransfer auto& o) { return finish_collective(o); },
       [&](const IsCompute auto&) { return nothing_to_wait_for(); }, [&](const Wait&) { return nothing_to_wait_for(); });
 }
 
@@ -238,7 +238,7 @@ bool Machine::receive_messages(Process& process, const SendReceive& operation, i
   return true;
 }
 
-void Machine::deliver(Process& process, const AllGather& operation, const ContributionsByMember& contributions) {
+void Machine::write_result(Process& process, const AllGather& operation, const ContributionsByMember& contributions) {
   const Group& group = process.program.groups[operation.group];
   Payload all;
   for (const Rank member : group.ranks) {
@@ -252,7 +252,8 @@ void Machine::deliver(Process& process, const AllGather& operation, const Contri
   process.received_bytes += others * operation.src.count * item_bytes(process, operation.src);
 }
 
-void Machine::deliver(Process& process, const ReduceScatter& operation, const ContributionsByMember& contributions) {
+void Machine::write_result(Process& process, const ReduceScatter& operation,
+                           const ContributionsByMember& contributions) {
   const Group& group = process.program.groups[operation.group];
   const int64_t count = operation.dst.count;
   write(process, operation.dst, reduced(group, operation.op, contributions, group.index * count, count));
@@ -260,7 +261,7 @@ void Machine::deliver(Process& process, const ReduceScatter& operation, const Co
   process.received_bytes += others * count * item_bytes(process, operation.src);
 }
 
-void Machine::deliver(Process& process, const AllReduce& operation, const ContributionsByMember& contributions) {
+void Machine::write_result(Process& process, const AllReduce& operation, const ContributionsByMember& contributions) {
   const Group& group = process.program.groups[operation.group];
   const auto k = static_cast<int64_t>(group.ranks.size());
   const int64_t count = operation.data.count;
@@ -268,7 +269,7 @@ void Machine::deliver(Process& process, const AllReduce& operation, const Contri
   process.received_bytes += (2 * count * item_bytes(process, operation.data) * (k - 1) + k - 1) / k;
 }
 
-void Machine::deliver(Process& process, const AllToAll& operation, const ContributionsByMember& contributions) {
+void Machine::write_result(Process& process, const AllToAll& operation, const ContributionsByMember& contributions) {
   const Group& group = process.program.groups[operation.group];
   Payload all;
   for (int64_t m = 0; m < static_cast<int64_t>(group.ranks.size()); ++m) {
@@ -283,7 +284,7 @@ void Machine::deliver(Process& process, const AllToAll& operation, const Contrib
   write(process, operation.dst, all);
 }
 
-void Machine::deliver(Process& process, const Fetch& operation, const ContributionsByMember& contributions) {
+void Machine::write_result(Process& process, const Fetch& operation, const ContributionsByMember& contributions) {
   const Group& group = process.program.groups[operation.group];
   const auto k = static_cast<int64_t>(group.ranks.size());
   const int64_t part = operation.dst.count / k;

@@ -76,7 +76,7 @@ class Machine {
   void start(Process& process, int instruction, const Offer& operation);
   void start(Process& process, int instruction, const Fetch& operation);
   // Records the rank's contribution to its next collective in a group.
-  void give(Process& process, int instruction, int group_index, Contribution contribution);
+  void contribute(Process& process, int instruction, int group_index, Contribution contribution);
   // Carry out a compute instruction.
   static void execute(Process& process, const Copy& copy);
   static void execute(Process& process, const FillZero& fill);
@@ -106,12 +106,12 @@ class Machine {
   static void write(Process& process, const BufferRange& range, const Payload& payload);
   using ContributionsByMember = std::map<Rank, Contribution>;
   // Write the rank's result of a collective, once all members have contributed.
-  void deliver(Process& process, const AllGather& operation, const ContributionsByMember& contributions);
-  void deliver(Process& process, const ReduceScatter& operation, const ContributionsByMember& contributions);
-  void deliver(Process& process, const AllReduce& operation, const ContributionsByMember& contributions);
-  void deliver(Process& process, const AllToAll& operation, const ContributionsByMember& contributions);
-  void deliver(Process&, const Offer&, const ContributionsByMember&) {}
-  void deliver(Process& process, const Fetch& operation, const ContributionsByMember& contributions);
+  void write_result(Process& process, const AllGather& operation, const ContributionsByMember& contributions);
+  void write_result(Process& process, const ReduceScatter& operation, const ContributionsByMember& contributions);
+  void write_result(Process& process, const AllReduce& operation, const ContributionsByMember& contributions);
+  void write_result(Process& process, const AllToAll& operation, const ContributionsByMember& contributions);
+  void write_result(Process&, const Offer&, const ContributionsByMember&) {}
+  void write_result(Process& process, const Fetch& operation, const ContributionsByMember& contributions);
   // Returns the reduction of elements [offset, offset + count) of all contributions, in the order of ranks.
   static Payload reduced(const Group& group, ReduceOp op, const ContributionsByMember& contributions, int64_t offset,
                          int64_t count);

@@ -75,7 +75,7 @@ class Expectation {
 
   // Returns the value that an element should have after the plan's reductions, on the rank at a position. Of its
   // coordinates, only those on the dims that stay partial matter.
-  double due(int64_t position, int64_t element) const {
+  double expected(int64_t position, int64_t element) const {
     if (partial_.empty()) return static_cast<double>(element + 1);
     const int64_t kept = coordinate_over(mesh_, position, kept_);
     double value = raised_share(kept, 0, element);
@@ -119,8 +119,8 @@ class NewPartials {
 
   bool any() const { return !dims_.empty(); }
 
-  // Adds the value that one rank holds of an element. `due` is the value to which all ranks' values must reduce.
-  void add(int64_t position, int64_t element, double value, double due) {
+  // Adds the value that one rank holds of an element. `expected` is the value to which all ranks' values must reduce.
+  void add(int64_t position, int64_t element, double value, double expected) {
     const Mesh& mesh = plan_.dst.mesh();
     int64_t base = position;
     for (const int d : dims_.to_vector()) base -= mesh.coordinate(position, d) * mesh.stride(d);
@@ -129,7 +129,7 @@ class NewPartials {
     Entry& entry = entries[element];
     if (placement_.op == ReduceOp::kNorm) value = std::pow(value, placement_.norm_power);
     entry.value = entry.count == 0 ? value : combine(placement_.op, entry.value, value);
-    entry.due = due;
+    entry.expected = expected;
     ++entry.count;
   }
 
@@ -147,8 +147,8 @@ class NewPartials {
         if (entry.count == 0) continue;  // the element is in the part of other ranks
         double value = entry.value / averaged;
         if (placement_.op == ReduceOp::kNorm) value = std::pow(value, 1.0 / placement_.norm_power);
-        if (entry.count != n || !close(value, entry.due)) {
-          fail(plan_, "element ", element, " reduces to ", value, " instead of ", entry.due);
+        if (entry.count != n || !close(value, entry.expected)) {
+          fail(plan_, "element ", element, " reduces to ", value, " instead of ", entry.expected);
         }
       }
     }
@@ -156,9 +156,9 @@ class NewPartials {
 
  private:
   struct Entry {
-    double value = 0;   // reduction of the values added so far
-    double due = 0;     // expected value
-    int64_t count = 0;  // number of values added so far
+    double value = 0;     // reduction of the values added so far
+    double expected = 0;  // expected value
+    int64_t count = 0;    // number of values added so far
   };
 
   const Plan& plan_;
@@ -193,11 +193,11 @@ int64_t check_result(const Plan& plan, const Expectation& expectation, Rank rank
     fail(plan, "rank ", rank, " ends with ", output.size(), " elements instead of ", elements.size());
   }
   for (size_t i = 0; i < elements.size(); ++i) {
-    const double due = expectation.due(*position, elements[i]);
+    const double expected = expectation.expected(*position, elements[i]);
     if (new_partials.any()) {
-      new_partials.add(*position, elements[i], output[i], due);
-    } else if (!close(output[i], due)) {
-      fail(plan, "rank ", rank, " holds ", output[i], " instead of ", due, " as element ", elements[i]);
+      new_partials.add(*position, elements[i], output[i], expected);
+    } else if (!close(output[i], expected)) {
+      fail(plan, "rank ", rank, " holds ", output[i], " instead of ", expected, " as element ", elements[i]);
     }
   }
   return static_cast<int64_t>(elements.size());
