@@ -144,19 +144,19 @@ MeshPtr mesh_of_programs(const Attention& attention) {
 }
 
 void check(const Attention& attention) {
-  const auto not_negative = [](const char* name, int64_t size) {
+  const auto check_size = [](const char* name, int64_t size) {
     check_argument(size >= 0 && size < int64_t{1} << 40, name, "in [0, 2^40)", size);
   };
   check_user(attention.mesh->ndim() == 1, "mesh must have one dim, which cuts the sequence, got ", *attention.mesh);
   check_user(attention.dtype.kind() == DTypeKind::kFloat,
              "q must have dtype float32, bfloat16, float16 or float64, got ", attention.dtype.name());
-  not_negative("batch", attention.batch);
-  not_negative("heads", attention.heads);
-  not_negative("depth", attention.depth);
+  check_size("batch", attention.batch);
+  check_size("heads", attention.heads);
+  check_size("depth", attention.depth);
   check_user(attention.depth > 0, "q must have heads of at least one element, got ", attention.depth);
-  not_negative("value_depth", attention.value_depth);
+  check_size("value_depth", attention.value_depth);
   check_user(attention.value_depth > 0, "v must have heads of at least one element, got ", attention.value_depth);
-  not_negative("chunks", attention.chunks);
+  check_size("chunks", attention.chunks);
   check_user(attention.kv_heads > 0 && attention.heads % attention.kv_heads == 0,
              "k must have a number of heads that divides the heads of q (", attention.heads, "), got ",
              attention.kv_heads);

@@ -25,7 +25,7 @@ class Backward {
 
  private:
   // A transfer that receives sums of the gradients of this rank's keys.
-  struct Returning {
+  struct GradientTransfer {
     Ticket ticket = kNoTicket;
     std::vector<ReturnedSums> sums;
   };
@@ -46,12 +46,12 @@ class Backward {
     exchange.start(0);
     if (is_serial) exchange.wait(0);
     attend(own, of_keys_);
-    Returning last;
+    GradientTransfer last;
     for (size_t g = 0; g < exchange.num_groups(); ++g) {
       if (!is_serial) exchange.wait(g);
       writer_.begin_chunk(static_cast<int>(g) + 1);
       if (g + 1 < exchange.num_groups()) exchange.start(g + 1);
-      Returning next = return_gradients(exchange, g);
+      GradientTransfer next = send_gradients(exchange, g);
       take(last);
       last = std::move(next);
     }
@@ -59,9 +59,9 @@ class Backward {
   }
 
   // Attends to the keys received in group g, and starts the transfer that returns their gradients to the owners.
-  Returning return_gradients(const KeyExchange& exchange, size_t g) {
+  GradientTransfer send_gradients(const KeyExchange& exchange, size_t g) {
     ProgramBuilder& builder = writer_.builder;
-    Returning returning;
+    GradientTransfer transfer;
     SendReceive move;
     const int64_t heads = share_.kv_heads();
     for (const int64_t distance : exchange.distances(g)) {
@@ -78,18 +78,18 @@ class Backward {
       ReturnedSums received = returned_sums(writer_, writer_.me, by, heads);
       if (received.buffer == kMissingBuffer) continue;
       move.receives.push_back({writer_.member(by), builder.whole(received.buffer)});
-      returning.sums.push_back(std::move(received));
+      transfer.sums.push_back(std::move(received));
     }
-    if (move.sends.empty() && move.receives.empty()) return returning;
+    if (move.sends.empty() && move.receives.empty()) return transfer;
     if (g + 1 == exchange.num_groups()) builder.begin_chunk(-1);  // nothing is computed meanwhile
     move.group = writer_.group();
-    returning.ticket = builder.send_receive(std::move(move));
-    return returning;
+    transfer.ticket = builder.send_receive(std::move(move));
+    return transfer;
   }
 
-  void take(const Returning& returning) {
-    writer_.builder.wait(returning.ticket);
-    for (const ReturnedSums& arrived : returning.sums) {
+  void take(const GradientTransfer& transfer) {
+    writer_.builder.wait(transfer.ticket);
+    for (const ReturnedSums& arrived : transfer.sums) {
       for (const ReturnedSums::Sum& sum : arrived.sums) of_keys_.take(sum);
     }
   }

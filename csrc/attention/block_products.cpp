@@ -130,24 +130,24 @@ BlockShape BlockProducts::shape(int queries, int keys) const {
   return shape_of(band(queries, keys), queries_[queries].rows(), keys_[keys].rows());
 }
 
-std::vector<bool> BlockProducts::met_by_queries(int queries) const {
-  std::vector<bool> met;
-  for (int keys = 0; keys < keys_.size(); ++keys) met.push_back(meet(queries, keys));
-  return met;
+std::vector<bool> BlockProducts::key_overlaps(int queries) const {
+  std::vector<bool> overlaps;
+  for (int keys = 0; keys < keys_.size(); ++keys) overlaps.push_back(overlap(queries, keys));
+  return overlaps;
 }
 
-std::vector<bool> BlockProducts::meeting_keys(int keys) const {
-  std::vector<bool> meeting;
-  for (int queries = 0; queries < queries_.size(); ++queries) meeting.push_back(meet(queries, keys));
-  return meeting;
+std::vector<bool> BlockProducts::query_overlaps(int keys) const {
+  std::vector<bool> overlaps;
+  for (int queries = 0; queries < queries_.size(); ++queries) overlaps.push_back(overlap(queries, keys));
+  return overlaps;
 }
 
 std::vector<int> BlockProducts::keys_of(int queries) const {
-  std::vector<int> met_keys;
+  std::vector<int> key_blocks;
   for (int keys = 0; keys < keys_.size(); ++keys) {
-    if (meet(queries, keys)) met_keys.push_back(keys);
+    if (overlap(queries, keys)) key_blocks.push_back(keys);
   }
-  return met_keys;
+  return key_blocks;
 }
 
 std::vector<int> BlockProducts::keys_needed(int64_t owner, int64_t by) const {
@@ -155,7 +155,7 @@ std::vector<int> BlockProducts::keys_needed(int64_t owner, int64_t by) const {
   if (keys_are_whole_) return needed_keys;
   const std::vector<int>& queries_of_rank = queries_.of_rank(by);
   for (const int keys : keys_.of_rank(owner)) {
-    const auto sees = [&](int queries) { return meet(queries, keys); };
+    const auto sees = [&](int queries) { return overlap(queries, keys); };
     if (std::any_of(queries_of_rank.begin(), queries_of_rank.end(), sees)) needed_keys.push_back(keys);
   }
   return needed_keys;

@@ -55,11 +55,11 @@ class BlockProducts {
 
   Band band(int queries, int keys) const;
   BlockShape shape(int queries, int keys) const;
-  bool meet(int queries, int keys) const { return shape(queries, keys) != BlockShape::kSkip; }
+  bool overlap(int queries, int keys) const { return shape(queries, keys) != BlockShape::kSkip; }
   // True for each block of keys that this block of queries overlaps.
-  std::vector<bool> met_by_queries(int queries) const;
+  std::vector<bool> key_overlaps(int queries) const;
   // True for each block of queries that overlaps this block of keys.
-  std::vector<bool> meeting_keys(int keys) const;
+  std::vector<bool> query_overlaps(int keys) const;
   // Returns the blocks of keys that a block of queries overlaps, ascending.
   std::vector<int> keys_of(int queries) const;
   // Returns the blocks of the owner's keys that queries of rank `by` overlap, in the order of the owner's local

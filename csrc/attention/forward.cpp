@@ -15,7 +15,7 @@ class Forward {
 
   void emit() {
     for (const int queries : writer_.products.queries().of_rank(writer_.me)) {
-      if (writer_.products.keys_of(queries).empty()) see_nothing(queries);
+      if (writer_.products.keys_of(queries).empty()) set_empty_result(queries);
     }
     if (t_.q.count() > 0 || t_.k.count() > 0) move_keys();
   }
@@ -42,7 +42,7 @@ class Forward {
     for (const int queries : writer_.products.queries().of_rank(writer_.me)) {
       const SequenceBlock& block = writer_.products.queries()[queries];
       for (const int keys : at_hand.rows.blocks) {
-        if (!writer_.products.meet(queries, keys)) continue;
+        if (!writer_.products.overlap(queries, keys)) continue;
         const int64_t row = at_hand.rows.first_row.at(keys);
         const bool is_complete = results_.attend(queries, t_.q.at(0, block.row), keys, at_hand.k.at(0, row),
                                                  at_hand.v.at(0, row), mask_of(writer_, t_.mask, queries, keys));
@@ -51,9 +51,9 @@ class Forward {
     }
   }
 
-  void see_nothing(int queries) {
+  void set_empty_result(int queries) {
     const SequenceBlock& block = writer_.products.queries()[queries];
-    results_.see_nothing(queries, t_.q.at(0, block.row));
+    results_.set_empty_result(queries, t_.q.at(0, block.row));
     results_.store(queries, block.row, t_.out, t_.lse, 0);
   }
 

@@ -55,11 +55,11 @@ struct BlockTensors {
 // all. Each has its first block of queries. For sums by rank, returns one node of no blocks.
 std::map<TreeNode, int> nodes_of(const AttentionWriter& writer, int keys, int64_t by) {
   if (!sums_by_token(writer.attention)) return {{TreeNode{}, -1}};
-  const std::vector<bool> meeting = writer.products.meeting_keys(keys);
-  MergeTree<int> tree(meeting);
+  const std::vector<bool> overlaps = writer.products.query_overlaps(keys);
+  MergeTree<int> tree(overlaps);
   std::map<TreeNode, int> nodes;
   for (const int queries : writer.products.queries().of_rank(by)) {
-    if (!meeting[queries]) continue;
+    if (!overlaps[queries]) continue;
     const std::optional<int> all = tree.add({0, queries}, queries, [](int&, int) {});
     // The rank has all queries that overlap these keys: the node is that of all blocks.
     if (all) return {{TreeNode{kTopLevel, 0}, *all}};
@@ -78,7 +78,7 @@ GradientSums::Block& GradientSums::of(int block) {
     std::vector<bool> contributes;
     if (sums_by_token(writer_.attention)) {
       contributes =
-          kind_ == HeadKind::kQueries ? writer_.products.met_by_queries(block) : writer_.products.meeting_keys(block);
+          kind_ == HeadKind::kQueries ? writer_.products.key_overlaps(block) : writer_.products.query_overlaps(block);
     }
     found = blocks_.emplace(block, Block(contributes)).first;
   }
@@ -164,7 +164,7 @@ std::vector<std::pair<int, int>> pairs_in_order(const AttentionWriter& writer, c
   std::vector<std::pair<int, int>> pairs;
   for (const int q : queries) {
     for (const int k : keys) {
-      if (writer.products.meet(q, k)) pairs.emplace_back(q, k);
+      if (writer.products.overlap(q, k)) pairs.emplace_back(q, k);
     }
   }
   if (!sums_by_token(writer.attention)) return pairs;

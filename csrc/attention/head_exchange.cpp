@@ -101,7 +101,7 @@ HeadRows HeadExchange::rows_at(size_t tensor, const SequenceBlock& block) const 
   return tensor_with(tensor, block).rows_at(offset.head, offset.row);
 }
 
-HeadExchange::Arriving HeadExchange::start_return(int64_t distance, const std::vector<Sent>& sent) {
+HeadExchange::Arriving HeadExchange::start_transfer(int64_t distance, const std::vector<Sent>& sent) {
   ProgramBuilder& builder = writer_.builder;
   Arriving arriving;
   arriving.from = writer_.behind(distance);

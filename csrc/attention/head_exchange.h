@@ -44,7 +44,7 @@ class HeadExchange {
     std::vector<Sent> shares;  // as many as were sent, in the same order
   };
   // Sends to the rank that is `distance` ahead and receives from the rank that is `distance` behind. All ranks call it.
-  Arriving start_return(int64_t distance, const std::vector<Sent>& sent);
+  Arriving start_transfer(int64_t distance, const std::vector<Sent>& sent);
   // Wait for a transfer, then copy the received heads to their place among all heads, or add them to sums there.
   void copy_to(const std::vector<HeadsTensor>& tensors, const Arriving& arriving);
   void add_to(const std::vector<HeadsTensor>& sums, const Arriving& arriving);

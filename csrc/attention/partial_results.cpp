@@ -11,7 +11,7 @@ PartialResults::PartialResults(AttentionWriter& writer, HeadShare share) : write
 MergeTree<BufferId>& PartialResults::tree(int queries) {
   auto found = trees_.find(queries);
   if (found == trees_.end()) {
-    found = trees_.emplace(queries, MergeTree<BufferId>(writer_.products.met_by_queries(queries))).first;
+    found = trees_.emplace(queries, MergeTree<BufferId>(writer_.products.key_overlaps(queries))).first;
   }
   return found->second;
 }
@@ -79,7 +79,7 @@ bool PartialResults::attend(int queries, const Heads& q, int keys, const Heads& 
   return true;
 }
 
-void PartialResults::see_nothing(int queries, const Heads& q) {
+void PartialResults::set_empty_result(int queries, const Heads& q) {
   const BufferId buffer = new_partial(queries);
   writer_.builder.emit(Attend{sizes(queries), {}, writer_.attention.scale, q, q, q, partial(buffer, queries, 0)});
   complete_[queries] = buffer;

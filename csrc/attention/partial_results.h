@@ -22,7 +22,7 @@ class PartialResults {
   bool attend(int queries, const Heads& q, int keys, const Heads& k, const Heads& v,
               const std::optional<PairMask>& mask = std::nullopt);
   // Emits the result of a block of queries that see no keys: zeros, and an lse of minus infinity.
-  void see_nothing(int queries, const Heads& q);
+  void set_empty_result(int queries, const Heads& q);
 
   // Writes the complete result of a block of queries to `out` and `lse`, from this row and head on, and forgets it.
   // Throws InvariantError if the result is incomplete.

@@ -11,7 +11,7 @@ constexpr int kAcrossNodes = 0;  // mesh dims of mesh_of_programs
 constexpr int kInNode = 1;
 
 // Returns the attention with only the parts of this rank's node.
-Attention of_node(const AttentionWriter& all) {
+Attention attention_in_node(const AttentionWriter& all) {
   Attention attention = all.attention;
   const int64_t count = attention.ranks_per_node;
   for (std::vector<IntervalList>* parts : {&attention.parts, &attention.key_parts}) {
@@ -32,7 +32,7 @@ std::vector<IntervalList> by_node(const std::vector<IntervalList>& by_rank, int6
 }
 
 // Returns the attention of a share of the heads, with one part for each node.
-Attention of_nodes(const AttentionWriter& all, const HeadShare& share) {
+Attention attention_between_nodes(const AttentionWriter& all, const HeadShare& share) {
   Attention attention = all.attention;
   attention.method = AttentionMethod::kRing;
   attention.heads = share.q_heads();
@@ -45,9 +45,9 @@ Attention of_nodes(const AttentionWriter& all, const HeadShare& share) {
 class TwoLevel {
  public:
   TwoLevel(AttentionWriter& all, HeadSharing sharing)
-      : in_node_(all, kInNode, of_node(all), all.products),
+      : in_node_(all, kInNode, attention_in_node(all), all.products),
         exchange_(in_node_, sharing),
-        across_(all, kAcrossNodes, of_nodes(all, exchange_.own_share()),
+        across_(all, kAcrossNodes, attention_between_nodes(all, exchange_.own_share()),
                 all.products.joined(all.attention.ranks_per_node)) {}
 
   void forward(const ForwardTensors& t) {
@@ -65,7 +65,7 @@ class TwoLevel {
     builder().begin_chunk(-1);  // nothing is computed while results return
     const std::vector<HeadExchange::Sent> results{{inner.out, HeadKind::kQueries}, {inner.lse, HeadKind::kQueries}};
     const std::vector<HeadsTensor> to{t.out, t.lse};
-    const std::vector<HeadExchange::Arriving> arriving = start_returns(results);
+    const std::vector<HeadExchange::Arriving> arriving = start_transfers(results);
     exchange_.copy_to(to, own(results));
     for (const HeadExchange::Arriving& arrival : arriving) exchange_.copy_to(to, arrival);
   }
@@ -83,7 +83,7 @@ class TwoLevel {
     const std::vector<HeadExchange::Sent> sums{
         {inner.dq, HeadKind::kQueries}, {inner.dk, HeadKind::kKeys}, {inner.dv, HeadKind::kKeys}};
     const std::vector<HeadsTensor> to{t.dq, t.dk, t.dv};
-    const std::vector<HeadExchange::Arriving> arriving = start_returns(sums);
+    const std::vector<HeadExchange::Arriving> arriving = start_transfers(sums);
     exchange_.add_to(to, own(sums));
     for (const HeadExchange::Arriving& arrival : arriving) exchange_.add_to(to, arrival);
   }
@@ -92,9 +92,9 @@ class TwoLevel {
   ProgramBuilder& builder() { return in_node_.builder; }
 
   // Copies the rows of one rank out of tensors that have the rows of all ranks of the node.
-  std::vector<HeadExchange::Sent> rows_of(int64_t owner, const std::vector<HeadExchange::Sent>& of_node) {
+  std::vector<HeadExchange::Sent> rows_of(int64_t owner, const std::vector<HeadExchange::Sent>& node_tensors) {
     std::vector<HeadExchange::Sent> taken;
-    for (const auto& [all, kind] : of_node) {
+    for (const auto& [all, kind] : node_tensors) {
       int64_t first = 0;
       for (int64_t before = 0; before < owner; ++before) {
         first += shardwright::rows_of(in_node_.attention, kind, before);
@@ -110,16 +110,16 @@ class TwoLevel {
     return taken;
   }
 
-  std::vector<HeadExchange::Arriving> start_returns(const std::vector<HeadExchange::Sent>& of_node) {
+  std::vector<HeadExchange::Arriving> start_transfers(const std::vector<HeadExchange::Sent>& node_tensors) {
     std::vector<HeadExchange::Arriving> arriving;
     for (int64_t distance = 1; distance < in_node_.num_ranks; ++distance) {
-      arriving.push_back(exchange_.start_return(distance, rows_of(in_node_.ahead(distance), of_node)));
+      arriving.push_back(exchange_.start_transfer(distance, rows_of(in_node_.ahead(distance), node_tensors)));
     }
     return arriving;
   }
 
-  HeadExchange::Arriving own(const std::vector<HeadExchange::Sent>& of_node) {
-    return {kNoTicket, in_node_.me, rows_of(in_node_.me, of_node)};
+  HeadExchange::Arriving own(const std::vector<HeadExchange::Sent>& node_tensors) {
+    return {kNoTicket, in_node_.me, rows_of(in_node_.me, node_tensors)};
   }
 
   AttentionWriter in_node_;

@@ -44,7 +44,7 @@ class UlyssesForward {
     } else {
       lse.buffer = lse_.buffer;
     }
-    return exchange_.start_return(distance, {{out, HeadKind::kQueries}, {lse, HeadKind::kQueries}});
+    return exchange_.start_transfer(distance, {{out, HeadKind::kQueries}, {lse, HeadKind::kQueries}});
   }
 
   void attend_for(int64_t owner, const HeadsTensor& out, const HeadsTensor& lse, int64_t first_head) {
@@ -57,7 +57,7 @@ class UlyssesForward {
         const SequenceBlock& of_keys = writer_.products.keys()[keys];
         results_.attend(queries, q, keys, exchange_.at(1, of_keys), exchange_.at(2, of_keys));
       }
-      if (seen.empty()) results_.see_nothing(queries, q);
+      if (seen.empty()) results_.set_empty_result(queries, q);
       results_.store(queries, block.row, out, lse, first_head);
     }
   }
@@ -140,7 +140,7 @@ class UlyssesBackward {
       for (size_t i = 0; i < sums_.size(); ++i) {
         sent.push_back({shares_[writer_.ahead(distance)][i], kKinds[i]});
       }
-      arriving.push_back(exchange_.start_return(distance, sent));
+      arriving.push_back(exchange_.start_transfer(distance, sent));
     }
     for (const HeadExchange::Arriving& arrival : arriving) exchange_.add_to(sums_, arrival);
   }

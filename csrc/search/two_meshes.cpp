@@ -487,13 +487,13 @@ int64_t least_picoseconds_between(const Layout& src, const Layout& dst, const To
   const Link any = faster(between, topology.inside);
   const int64_t message = bound.node_bytes_max > 0 ? between.message_ps : any.message_ps;
   const int64_t bytes = std::max(bound.received_bytes_max, bound.any_sent_bytes_max);
-  const int64_t of_nodes = std::max(bound.node_bytes_per_rank, bound.leaving_bytes_per_rank);
+  const int64_t bytes_between_nodes = std::max(bound.node_bytes_per_rank, bound.leaving_bytes_per_rank);
   // A plan in segments keeps links within nodes and links between nodes busy at the same time.
   const bool has_nodes = topology.ranks_per_node > 0 || !topology.mesh_dims.empty();
   const int64_t both = topology.inside.ps_per_kib + between.ps_per_kib;
   const int64_t ps_per_kib =
       has_nodes && both > 0 ? topology.inside.ps_per_kib * between.ps_per_kib / both : topology.inside.ps_per_kib;
-  const int64_t wire = std::max(scaled(bytes, ps_per_kib), scaled(of_nodes, between.ps_per_kib));
+  const int64_t wire = std::max(scaled(bytes, ps_per_kib), scaled(bytes_between_nodes, between.ps_per_kib));
   return saturating_sum(saturating_sum(topology.step_ps, message), saturating_sum(wire, copies));
 }
 

@@ -421,7 +421,7 @@ TEST(Attention, BlocksAreMultipliedIfSomePairIsVisible) {
         if (is_triangle && rows > 1) {
           EXPECT_EQ(shape, BlockShape::kTriangle);
         }
-        EXPECT_EQ(products.meet(q, k), pairs > 0);
+        EXPECT_EQ(products.overlap(q, k), pairs > 0);
       }
     }
   }
