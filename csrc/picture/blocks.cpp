@@ -141,15 +141,15 @@ class BlockPicture {
       ++arriving[blocks.second];
     }
     // Returns the y of arrow number `at` of `count` at a block.
-    const auto berth = [&](int64_t block, int64_t at, int64_t count) {
+    const auto arrow_y = [&](int64_t block, int64_t at, int64_t count) {
       return y_of(block) + kBlockHeight * (static_cast<double>(at) + 0.5) / static_cast<double>(count);
     };
     std::map<int64_t, int64_t> left;
     std::map<int64_t, int64_t> arrived;
     for (const auto& [blocks, flow] : flows_[index]) {
       const auto [from, to] = blocks;
-      const double y0 = berth(from, left[from]++, leaving[from]);
-      const double y1 = berth(to, arrived[to]++, arriving[to]);
+      const double y0 = arrow_y(from, left[from]++, leaving[from]);
+      const double y1 = arrow_y(to, arrived[to]++, arriving[to]);
       const double width = 1 + 3 * static_cast<double>(flow.bytes) / static_cast<double>(widest_bytes_);
       draw_arrow(index, y0, y1, "sw-flow", color_of(from), width,
                  concat(name_of(step.before.mesh(), from), " -> ", name_of(step.after.mesh(), to), ": ",

@@ -19,7 +19,7 @@ constexpr const char* kStays = "#BBBBBB";  // arrows of elements that stay on th
 constexpr const char* kStrip = "#777777";  // parts in strips
 constexpr TextStyle kRank{13, "start", "#111111", true};
 constexpr TextStyle kCoordinate{10, "start", "#555555", false};
-constexpr TextStyle kRankAgain{11, "start", "#555555", false};
+constexpr TextStyle kResultRank{11, "start", "#555555", false};
 constexpr TextStyle kEmpty{10, "middle", "#888888", false};
 constexpr size_t kMaxCoordinateChars = 30;
 constexpr double kStripHeight = 6;  // strip for a cut dim that the box does not show
@@ -69,7 +69,7 @@ class RankPicture {
     for (int64_t r = 0; r < num_rows_; ++r) {
       draw_label(r);
       if (!position_in(plan_.dst, r)) continue;
-      svg_.text(right_labels(), row(r) + box_.h / 2 + 4, name_of(r), kRankAgain);
+      svg_.text(right_labels(), row(r) + box_.h / 2 + 4, name_of(r), kResultRank);
     }
     for (size_t i = 0; i < messages_.size(); ++i) {
       reduces(frame_.steps()[i]) ? draw_reductions(i) : draw_arrows(i);
@@ -137,7 +137,7 @@ class RankPicture {
   // Returns the x of the right end of the picture.
   double right() const {
     double width = 0;
-    for (int64_t r = 0; r < num_rows_; ++r) width = std::max(width, text_width(name_of(r), kRankAgain));
+    for (int64_t r = 0; r < num_rows_; ++r) width = std::max(width, text_width(name_of(r), kResultRank));
     return std::max(frame_.right(), right_labels() + width);
   }
 
@@ -195,7 +195,7 @@ class RankPicture {
 
   // Returns true if some parts overlap in the picture because they differ only in dims that are not drawn.
   bool lie_behind_one_another(const std::vector<DrawnMessage>& messages) const {
-    const auto meet = [](const Region& a, const Region& b, int dim) {
+    const auto overlap = [](const Region& a, const Region& b, int dim) {
       return dim < 0 || intersection_length(a[dim], b[dim]) > 0;
     };
     std::vector<const Region*> parts;
@@ -204,7 +204,7 @@ class RankPicture {
     }
     for (size_t i = 0; i < parts.size(); ++i) {
       for (size_t j = 0; j < i; ++j) {
-        if (meet(*parts[i], *parts[j], drawn_.down) && meet(*parts[i], *parts[j], drawn_.across)) return true;
+        if (overlap(*parts[i], *parts[j], drawn_.down) && overlap(*parts[i], *parts[j], drawn_.across)) return true;
       }
     }
     return false;
@@ -296,7 +296,7 @@ class RankPicture {
   }
 
   // Returns the y at which the `index`-th of `count` arrows ends at the side of a box.
-  double berth(int64_t row_number, size_t index, size_t count) const {
+  double arrow_y(int64_t row_number, size_t index, size_t count) const {
     return row(row_number) + box_.h * (static_cast<double>(index) + 0.5) / static_cast<double>(count);
   }
 
@@ -314,8 +314,8 @@ class RankPicture {
     const double x0 = box_at(index, 0).x + box_.w + 3;
     const double x1 = box_at(index + 1, 0).x - 3;
     for (const DrawnMessage& message : messages) {
-      const double y0 = berth(message.from, left[message.from]++, leaving[message.from]);
-      const double y1 = berth(message.to, arrived[message.to]++, arriving[message.to]);
+      const double y0 = arrow_y(message.from, left[message.from]++, leaving[message.from]);
+      const double y1 = arrow_y(message.to, arrived[message.to]++, arriving[message.to]);
       const size_t neighbors = std::max(leaving[message.from], arriving[message.to]);
       draw_arrow(message, arrow_width(message.bytes, neighbors), {x0, y0, x1 - x0, y1 - y0});
     }

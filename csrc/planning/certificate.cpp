@@ -57,13 +57,13 @@ bool reduces(const Plan& plan) {
 }
 
 // Returns for example "3 steps with 12 messages, predicted 214 us".
-std::string in_short(const Plan& plan, const TrafficTotals& traffic) {
+std::string summary(const Plan& plan, const TrafficTotals& traffic) {
   return concat(count_text(traffic.steps, "step"), " with ", count_text(traffic.messages_max, "message"),
                 ", predicted ", microseconds_text(predicted_picoseconds(plan)));
 }
 
 // Returns true if both plans send the same data in the same steps. Ignores their objectives and topologies.
-bool move_alike(const Plan& a, const Plan& b) {
+bool have_equal_moves(const Plan& a, const Plan& b) {
   return a.lowering == b.lowering && a.segments == b.segments &&
          std::equal(a.steps.begin(), a.steps.end(), b.steps.begin(), b.steps.end(), [](const Step& x, const Step& y) {
            return x.op == y.op && x.mesh_dims == y.mesh_dims && x.policy == y.policy && x.rounds == y.rounds &&
@@ -72,15 +72,17 @@ bool move_alike(const Plan& a, const Plan& b) {
 }
 
 // A plan whose worst rank receives the fewest bytes, and its traffic.
-struct Leanest {
+struct PlanAndTraffic {
   Plan plan;
   TrafficTotals traffic;
 };
 
 // Returns the plan, between the layouts of `plan`, whose worst rank receives the fewest bytes. First tries a single
 // move, which needs no search if it meets `bound`. `traffic_of_plan` and `bound` belong to `plan`.
-Leanest leanest_plan(const Plan& plan, const TrafficTotals& traffic_of_plan, const Bound& bound) {
-  const auto traffic_of = [&](const Plan& other) { return move_alike(other, plan) ? traffic_of_plan : totals(other); };
+PlanAndTraffic plan_with_fewest_bytes(const Plan& plan, const TrafficTotals& traffic_of_plan, const Bound& bound) {
+  const auto traffic_of = [&](const Plan& other) {
+    return have_equal_moves(other, plan) ? traffic_of_plan : totals(other);
+  };
   PlanOptions options{plan.lowering, Objective::kBytes, false, plan.topology};
   for (const Step& step : plan.steps) options.ordered = options.ordered || step.ordered;
   const bool may_be_one_move = !crosses(plan) && !needs_rearrangement(plan.src, plan.dst);
@@ -92,23 +94,22 @@ Leanest leanest_plan(const Plan& plan, const TrafficTotals& traffic_of_plan, con
       if (traffic.maxima_are_exact && traffic.received_bytes_max <= bound.bytes_max) return {direct, traffic};
     }
   }
-  Plan leanest = make_plan(plan.src, plan.dst, options);
-  const TrafficTotals traffic = traffic_of(leanest);
-  return {std::move(leanest), traffic};
+  Plan best = make_plan(plan.src, plan.dst, options);
+  const TrafficTotals traffic = traffic_of(best);
+  return {std::move(best), traffic};
 }
 
 // Returns a sentence that explains why the worst rank receives more than the bound. It names the costs of the plan with
 // the fewest bytes, or states that no known plan receives less.
 std::string about_bytes(const Plan& plan, const Certificate& certificate) {
-  const auto [leanest, leanest_traffic] = leanest_plan(plan, certificate.traffic, certificate.received);
+  const auto [best, best_traffic] = plan_with_fewest_bytes(plan, certificate.traffic, certificate.received);
   const TrafficTotals& traffic = certificate.traffic;
   const std::string received =
       concat("the worst rank receives ", times_text(traffic.received_bytes_max, certificate.received.bytes_max),
              reduces(plan) ? " an even share of what must travel" : " the bytes that it needs");
-  if (leanest_traffic.received_bytes_max >= traffic.received_bytes_max)
-    return received + "; no known plan receives less";
-  return concat(received, ", in ", in_short(plan, traffic), "; the plan with the fewest bytes (",
-                bytes_text(leanest_traffic.received_bytes_max), ") takes ", in_short(leanest, leanest_traffic));
+  if (best_traffic.received_bytes_max >= traffic.received_bytes_max) return received + "; no known plan receives less";
+  return concat(received, ", in ", summary(plan, traffic), "; the plan with the fewest bytes (",
+                bytes_text(best_traffic.received_bytes_max), ") takes ", summary(best, best_traffic));
 }
 
 // Returns a sentence about the bytes that the busiest rank sends and their lower bounds, with and without forwarding.

@@ -9,7 +9,7 @@ namespace {
 constexpr int64_t kMaxTried = 4096;  // maximum number of split factors, and of divisors of a chunk, that are tried
 
 // Returns true if the rule divides a list of n elements into exactly these parts.
-bool divides_so(const CutRule& rule, const Division& division) {
+bool makes_division(const CutRule& rule, const Division& division) {
   const auto k = static_cast<int64_t>(division.parts.size());
   if (!rule.why_not(division.n, k).empty()) return false;
   IntervalList full;
@@ -21,9 +21,9 @@ bool divides_so(const CutRule& rule, const Division& division) {
 }
 
 // Returns true if the rule makes all of these divisions.
-bool divides_all_so(const CutRule& rule, const std::vector<Division>& divisions) {
+bool makes_all_divisions(const CutRule& rule, const std::vector<Division>& divisions) {
   return std::all_of(divisions.begin(), divisions.end(),
-                     [&](const Division& division) { return divides_so(rule, division); });
+                     [&](const Division& division) { return makes_division(rule, division); });
 }
 
 // The functions below return candidate rules, derived from the division of the longest list (`largest`). Candidates
@@ -124,7 +124,7 @@ std::optional<CutRule> matching_rule(const std::vector<Division>& divisions) {
                                               [](const Division& a, const Division& b) { return a.n < b.n; });
   const auto matching = [&](const std::vector<CutRule>& rules) -> std::optional<CutRule> {
     for (const CutRule& rule : rules) {
-      if (divides_all_so(rule, divisions)) return rule;
+      if (makes_all_divisions(rule, divisions)) return rule;
     }
     return std::nullopt;
   };
