@@ -27,7 +27,7 @@ using WeightParts = std::tuple<std::string, int64_t, int64_t, int64_t, int64_t, 
 using ReductionParts = std::tuple<std::vector<std::tuple<int64_t, int64_t, int>>, int64_t, int64_t>;
 // Weight; bytes and picoseconds of the part not in chunks; bytes of chunks, their picoseconds and number; whether
 // backwards are allowed; the reduction of the gradient.
-using FormParts = std::tuple<int, int64_t, int64_t, int64_t, int64_t, int64_t, bool, ReductionParts>;
+using ChunkedWeightParts = std::tuple<int, int64_t, int64_t, int64_t, int64_t, int64_t, bool, ReductionParts>;
 // Weights, pass, weights whose gradients are complete, picoseconds of the compute.
 using UseParts = std::tuple<std::vector<int>, std::string, std::vector<int>, int64_t>;
 
@@ -61,18 +61,20 @@ std::vector<Use> uses_of(const std::vector<UseParts>& parts) {
 
 StepSchedule schedule_of(const std::vector<WeightParts>& weights, const std::vector<UseParts>& uses,
                          std::optional<int64_t> budget_bytes, std::optional<int64_t> prefetch, int64_t alignment_bytes,
-                         int64_t held_bytes, const std::vector<int>& gather_until, const std::vector<FormParts>& forms,
-                         bool may_add_chunks, const std::vector<ActivationParts>& activations) {
+                         int64_t held_bytes, const std::vector<int>& gather_until,
+                         const std::vector<ChunkedWeightParts>& chunked_weights, bool may_add_chunks,
+                         const std::vector<ActivationParts>& activations) {
   ScheduleOptions options{
       budget_bytes, prefetch.value_or(1), alignment_bytes, held_bytes, gather_until, activations_of(activations), 0};
   options.activations_ahead = activations_ahead_within(weights_of(weights), uses_of(uses), options);
-  std::vector<ChunkedForm> chunked;
-  for (const auto& [weight, use_bytes, gather_ps, chunk_bytes, transfer_ps, num_chunks, in_backwards, r] : forms) {
+  std::vector<ChunkedWeight> all;
+  for (const auto& [weight, use_bytes, gather_ps, chunk_bytes, transfer_ps, num_chunks, in_backwards, r] :
+       chunked_weights) {
     ChunkedReduction reduction{{}, std::get<1>(r), std::get<2>(r)};
     for (const auto& [all_ps, last_ps, use] : std::get<0>(r)) reduction.products.push_back({all_ps, last_ps, use});
-    chunked.push_back({weight, use_bytes, gather_ps, chunk_bytes, transfer_ps, num_chunks, in_backwards, reduction});
+    all.push_back({weight, use_bytes, gather_ps, chunk_bytes, transfer_ps, num_chunks, in_backwards, reduction});
   }
-  return schedule_with_chunks(weights_of(weights), uses_of(uses), chunked, {options, !prefetch, may_add_chunks});
+  return schedule_with_chunks(weights_of(weights), uses_of(uses), all, {options, !prefetch, may_add_chunks});
 }
 
 using Span = std::pair<int64_t, int64_t>;
@@ -108,13 +110,13 @@ std::optional<py::typing::Dict<py::str, py::object>> lanes_of(const StepSchedule
 void define_lists(py::class_<StepSchedule>& schedule) {
   schedule
       .def_property_readonly(
-          "form_of",
+          "original_of",
           [](const StepSchedule& s) {
             std::vector<int> all;
-            for (const Weight& w : s.weights) all.push_back(w.form_of);
+            for (const Weight& w : s.weights) all.push_back(w.original);
             return all;
           },
-          "By weight: for a form, the weight that it gathers in chunks; otherwise -1. Forms come last.")
+          "By weight: for a chunked weight, the weight that it stands for; otherwise -1. Chunked weights come last.")
       .def_property_readonly("prefetch", [](const StepSchedule& s) { return s.options.prefetch; })
       .def_property_readonly(
           "lanes", &lanes_of,
@@ -161,7 +163,7 @@ void define_arena(py::class_<StepSchedule>& schedule) {
           [](const StepSchedule& s) {
             std::vector<std::pair<int, int>> all;
             for (int use = 0; use < static_cast<int>(s.uses.size()); ++use) {
-              for (const int w : s.gathered_within(use)) all.emplace_back(s.weights[w].form_of, use);
+              for (const int w : s.gathered_within(use)) all.emplace_back(s.weights[w].original, use);
             }
             return all;
           },
@@ -221,9 +223,10 @@ void define_step_schedule(py::module_& m) {
   schedule.def(py::init(&schedule_of), py::arg("weights"), py::arg("uses"), py::kw_only(),
                py::arg("budget_bytes") = std::nullopt, py::arg("prefetch") = std::optional(ScheduleOptions{}.prefetch),
                py::arg("alignment_bytes") = ScheduleOptions{}.alignment_bytes,
-               py::arg("held_bytes") = ScheduleOptions{}.retained_bytes,
-               py::arg("gather_until") = ScheduleOptions{}.gather_until, py::arg("forms") = std::vector<FormParts>{},
-               py::arg("may_add_chunks") = false, py::arg("activations") = std::vector<ActivationParts>{},
+               py::arg("held_bytes") = ScheduleOptions{}.held_bytes,
+               py::arg("gather_until") = ScheduleOptions{}.gather_until,
+               py::arg("chunked_weights") = std::vector<ChunkedWeightParts>{}, py::arg("may_add_chunks") = false,
+               py::arg("activations") = std::vector<ActivationParts>{},
                R"(Plans a step.
 
 Args:
@@ -238,11 +241,11 @@ Args:
     held_bytes: part of the budget that is always in use outside of the arena.
     gather_until: by use, the last use whose weights should be gathered or being gathered at it; a value below the
         use requires nothing.
-    forms: weights that may be gathered in chunks: index; bytes and picoseconds of the part that is gathered before
-        the use; bytes of the chunks that exist at a time, picoseconds of all chunks, and their number; whether
-        backwards are allowed too; and the chunked reduction of the gradient: its products (none: not in chunks),
-        each with picoseconds of all chunks, picoseconds of one chunk, and its use (-1: the one that completes the
-        gradient), picoseconds of the rest, and bytes of the gradient meanwhile.
+    chunked_weights: weights that may be gathered in chunks: index; bytes and picoseconds of the part that is
+        gathered before the use; bytes of the chunks that exist at a time, picoseconds of all chunks, and their
+        number; whether backwards are allowed too; and the chunked reduction of the gradient: its products (none: not
+        in chunks), each with picoseconds of all chunks, picoseconds of one chunk, and its use (-1: the one that
+        completes the gradient), picoseconds of the rest, and bytes of the gradient meanwhile.
     may_add_chunks: adds the bytes of chunks to the budget.
     activations: activations of which parts are kept, in the order in which they are needed: name; bytes kept and
         gathered; picoseconds of a gather, or 0; the use that saves it, the first and last use that need it, and the
@@ -264,8 +267,8 @@ Raises:
       },
       py::arg("weights"), py::arg("uses"), py::kw_only(), py::arg("prefetch") = ScheduleOptions{}.prefetch,
       py::arg("alignment_bytes") = ScheduleOptions{}.alignment_bytes,
-      py::arg("held_bytes") = ScheduleOptions{}.retained_bytes,
-      py::arg("gather_until") = ScheduleOptions{}.gather_until, py::arg("activations") = std::vector<ActivationParts>{},
+      py::arg("held_bytes") = ScheduleOptions{}.held_bytes, py::arg("gather_until") = ScheduleOptions{}.gather_until,
+      py::arg("activations") = std::vector<ActivationParts>{},
       "Returns the least budget with which gathers are as far ahead as required and reductions run alongside the next "
       "backward.");
 }

@@ -122,7 +122,7 @@ class StepPicture {
     }
     for (const ChunksSpan& c : lanes_.chunks) {
       const Weight& w = s_.weights[c.weight];
-      draw(lane_rect(c.span, y), w.form_of < 0 ? c.weight : w.form_of, c.is_reduction, w.name,
+      draw(lane_rect(c.span, y), w.original < 0 ? c.weight : w.original, c.is_reduction, w.name,
            concat(c.is_reduction ? "reduce the gradient of " : "gather ", w.name, c.is_reduction ? " in chunks" : "",
                   " within use ", c.use, time_text(c.span.end_ps - c.span.begin_ps)));
     }

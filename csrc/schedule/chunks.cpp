@@ -13,7 +13,7 @@ namespace {
 
 // A candidate for chunks: the gather of a weight for consecutive uses, or the reduction of its gradient.
 struct Candidate {
-  int form = 0;               // index of the form
+  int chunked = 0;            // index of the chunked weight
   int use = 0;                // first use
   int last = 0;               // last use
   bool is_reduction = false;  // true: `use` and `last` are the use that completes the gradient
@@ -23,22 +23,25 @@ struct Candidate {
 // Chooses the gathers and reductions to run in chunks, as described in the header. `possible_` has all candidates.
 class Chunking {
  public:
-  Chunking(const std::vector<Weight>& weights, const std::vector<Use>& uses, const std::vector<ChunkedForm>& forms,
-           const ChunkingOptions& options)
-      : weights_(weights), uses_(uses), forms_(forms), options_(options) {
-    for (int f = 0; f < static_cast<int>(forms_.size()); ++f) {
-      const ChunkedForm& form = forms_[f];
+  Chunking(const std::vector<Weight>& weights, const std::vector<Use>& uses,
+           const std::vector<ChunkedWeight>& chunked_weights, const ChunkingOptions& options)
+      : weights_(weights), uses_(uses), chunked_weights_(chunked_weights), options_(options) {
+    for (int f = 0; f < static_cast<int>(chunked_weights_.size()); ++f) {
+      const ChunkedWeight& chunked = chunked_weights_[f];
       const auto num_weights = static_cast<int64_t>(weights_.size());
-      check_user(0 <= form.weight && form.weight < num_weights, "weight of forms[", f, "] must be ",
-                 InRange{0, num_weights - 1}, ", got ", form.weight);
-      check_user(form.num_chunks >= 1, "num_chunks of forms[", f, "] must be at least 1, got ", form.num_chunks);
-      check_user(form.chunk_bytes >= 0, "chunk_bytes of forms[", f, "] must be at least 0, got ", form.chunk_bytes);
-      check_user(form.transfer_ps >= 0, "transfer_ps of forms[", f, "] must be at least 0, got ", form.transfer_ps);
+      check_user(0 <= chunked.weight && chunked.weight < num_weights, "weight of chunked_weights[", f, "] must be ",
+                 InRange{0, num_weights - 1}, ", got ", chunked.weight);
+      check_user(chunked.num_chunks >= 1, "num_chunks of chunked_weights[", f, "] must be at least 1, got ",
+                 chunked.num_chunks);
+      check_user(chunked.chunk_bytes >= 0, "chunk_bytes of chunked_weights[", f, "] must be at least 0, got ",
+                 chunked.chunk_bytes);
+      check_user(chunked.transfer_ps >= 0, "transfer_ps of chunked_weights[", f, "] must be at least 0, got ",
+                 chunked.transfer_ps);
       for (int i = 0; i < static_cast<int>(uses_.size()); ++i) {
-        const int last = last_of_run(form.weight, i);
-        if (last >= 0 && may_gather(form, i, last)) possible_.push_back({f, i, last, false});
+        const int last = last_of_run(chunked.weight, i);
+        if (last >= 0 && may_gather(chunked, i, last)) possible_.push_back({f, i, last, false});
         const std::vector<int>& complete = uses_[i].gradients;
-        if (takes_time(form.reduction) && std::count(complete.begin(), complete.end(), form.weight) > 0) {
+        if (takes_time(chunked.reduction) && std::count(complete.begin(), complete.end(), chunked.weight) > 0) {
           possible_.push_back({f, i, i, true});
         }
       }
@@ -55,7 +58,7 @@ class Chunking {
       std::set<Candidate> with = chosen;
       with.insert(candidate);
       const std::optional<StepSchedule> tried = without_error(with);
-      if (!tried || !has_times(*tried) || !never_both(*tried)) continue;
+      if (!tried || !has_times(*tried) || !holds_each_weight_once(*tried)) continue;
       const int64_t saved_ps = predict(best).total_ps - predict(*tried).total_ps;
       if (saved_ps <= 0 || saved_ps * 100 < wait_ps * kLeastChunkingPercent) continue;
       best = *tried;
@@ -86,13 +89,13 @@ class Chunking {
     return last;
   }
 
-  // Returns true if the form may be gathered in uses first, ..., last. With `in_backwards`, its backward may directly
-  // follow the forward, but not a recomputation, which has already gathered the weight.
-  bool may_gather(const ChunkedForm& form, int first, int last) const {
+  // Returns true if the chunked weight may be gathered in uses first, ..., last. With `in_backwards`, its backward may
+  // directly follow the forward, but not a recomputation, which has already gathered the weight.
+  bool may_gather(const ChunkedWeight& chunked, int first, int last) const {
     const Pass pass = uses_[first].pass;
-    if (pass != Pass::kForward && (pass != Pass::kBackward || !form.in_backwards)) return false;
+    if (pass != Pass::kForward && (pass != Pass::kBackward || !chunked.in_backwards)) return false;
     const auto is_there = [&](int other) {
-      return needs(other, form.weight) && (!form.in_backwards || uses_[other].pass == Pass::kRecompute);
+      return needs(other, chunked.weight) && (!chunked.in_backwards || uses_[other].pass == Pass::kRecompute);
     };
     return !is_there(first - 1) && !is_there(last + 1);
   }
@@ -103,37 +106,38 @@ class Chunking {
            std::count(uses_[use].weights.begin(), uses_[use].weights.end(), weight) > 0;
   }
 
-  // Returns the schedule with exactly the chosen candidates in chunks: forms replace weights in their uses, and
-  // retained_bytes includes the memory of their chunks. Throws UserError if the budget is too small.
+  // Returns the schedule with exactly the chosen candidates in chunks: chunked weights replace weights in their uses,
+  // and held_bytes includes the memory of their chunks. Throws UserError if the budget is too small.
   StepSchedule planned(const std::set<Candidate>& chosen) const {
     std::vector<Weight> weights = weights_;
     std::vector<Use> uses = uses_;
     ScheduleOptions options = options_.schedule;
     int64_t chunk_bytes = 0;
     int64_t added_bytes = 0;  // of gradients
-    for (int f = 0; f < static_cast<int>(forms_.size()); ++f) {
-      const ChunkedForm& form = forms_[f];
-      const auto form_index = static_cast<int>(weights.size());
+    for (int f = 0; f < static_cast<int>(chunked_weights_.size()); ++f) {
+      const ChunkedWeight& chunked = chunked_weights_[f];
+      const auto chunked_index = static_cast<int>(weights.size());
       bool is_used = false;
       for (const Candidate& candidate : chosen) {
-        if (candidate.form != f) continue;
+        if (candidate.chunked != f) continue;
         if (candidate.is_reduction) {
-          uses[candidate.last].in_chunks.push_back(form.weight);
-          weights[form.weight].in_chunks = form.reduction;
-          added_bytes = std::max(added_bytes, form.reduction.gradient_bytes - weights_[form.weight].gradient_bytes);
+          uses[candidate.last].in_chunks.push_back(chunked.weight);
+          weights[chunked.weight].in_chunks = chunked.reduction;
+          added_bytes =
+              std::max(added_bytes, chunked.reduction.gradient_bytes - weights_[chunked.weight].gradient_bytes);
           continue;
         }
         is_used = true;
         for (int i = candidate.use; i <= candidate.last; ++i) {
-          std::replace(uses[i].weights.begin(), uses[i].weights.end(), form.weight, form_index);
+          std::replace(uses[i].weights.begin(), uses[i].weights.end(), chunked.weight, chunked_index);
         }
       }
       if (!is_used) continue;
-      weights.push_back({weights_[form.weight].name + " in chunks", 0, form.use_bytes, 0, 0, form.gather_ps, 0,
-                         form.weight, form.transfer_ps, form.transfer_ps / form.num_chunks});
-      chunk_bytes = std::max(chunk_bytes, form.chunk_bytes);
+      weights.push_back({weights_[chunked.weight].name + " in chunks", 0, chunked.use_bytes, 0, 0, chunked.gather_ps, 0,
+                         chunked.weight, chunked.transfer_ps, chunked.transfer_ps / chunked.num_chunks});
+      chunk_bytes = std::max(chunk_bytes, chunked.chunk_bytes);
     }
-    options.retained_bytes += chunk_bytes;
+    options.held_bytes += chunk_bytes;
     if (options.budget_bytes && options_.may_add_chunks) *options.budget_bytes += chunk_bytes + added_bytes;
     return options_.chooses_prefetch ? fastest_schedule(weights, uses, options)
                                      : make_schedule(std::move(weights), std::move(uses), options);
@@ -150,13 +154,15 @@ class Chunking {
   }
 
   // Returns the schedule with all possible gathers in chunks, and adds them to `chosen`. Throws the error of the plan
-  // without chunks if this schedule does not fit into the budget either, or !never_both().
+  // without chunks if this schedule does not fit into the budget either, or !holds_each_weight_once().
   StepSchedule smallest(std::set<Candidate>& chosen) const {
     for (const Candidate& candidate : possible_) {
       if (!candidate.is_reduction) chosen.insert(candidate);  // a reduction takes as much memory in chunks
     }
-    const std::optional<StepSchedule> chunked = without_error(chosen);
-    return chunked && never_both(*chunked) ? *chunked : planned({});  // throws the error of the plan without chunks
+    const std::optional<StepSchedule> with_chunks = without_error(chosen);
+    return with_chunks && holds_each_weight_once(*with_chunks)
+               ? *with_chunks
+               : planned({});  // throws the error of the plan without chunks
   }
 
   // Returns the candidates that delay compute, each with its delay, longest first; at most kMostUsesTried.
@@ -177,17 +183,20 @@ class Chunking {
   // schedule does not have the gather.
   int64_t wait_before(const StepSchedule& s, const StepLanes& lanes, const Candidate& candidate) const {
     const auto is_its = [&](const Gather& g) {
-      return g.needed == candidate.use && g.weight == forms_[candidate.form].weight;
+      return g.needed == candidate.use && g.weight == chunked_weights_[candidate.chunked].weight;
     };
     if (std::none_of(s.gathers.begin(), s.gathers.end(), is_its)) return 0;
     const int64_t before_ps = candidate.use == 0 ? 0 : lanes.uses[candidate.use - 1].end_ps;
-    return std::min(lanes.uses[candidate.use].begin_ps - before_ps, weights_[forms_[candidate.form].weight].gather_ps);
+    return std::min(lanes.uses[candidate.use].begin_ps - before_ps,
+                    weights_[chunked_weights_[candidate.chunked].weight].gather_ps);
   }
 
   // Returns the time that compute waits for a candidate's reduction, without delays by earlier transfers.
   int64_t wait_after(const StepSchedule& s, const StepLanes& lanes, const Candidate& candidate) const {
     for (size_t r = 0; r < s.reductions.size(); ++r) {
-      if (s.reductions[r].start != candidate.last || s.reductions[r].weight != forms_[candidate.form].weight) continue;
+      if (s.reductions[r].start != candidate.last ||
+          s.reductions[r].weight != chunked_weights_[candidate.chunked].weight)
+        continue;
       const int64_t wait_ps = lanes.reductions[r].end_ps - lanes.uses[s.reductions[r].finish].end_ps;
       return std::min(wait_ps, weights_[s.reductions[r].weight].reduce_ps);
     }
@@ -195,12 +204,12 @@ class Chunking {
   }
 
   // Returns true if no weight is resident both with and without chunks at the same use.
-  bool never_both(const StepSchedule& s) const {
-    for (const WeightBuffer& form : s.buffers) {
-      const int weight = s.weights[form.weight].form_of;
+  bool holds_each_weight_once(const StepSchedule& s) const {
+    for (const WeightBuffer& chunked : s.buffers) {
+      const int weight = s.weights[chunked.weight].original;
       if (weight < 0) continue;
       const auto overlaps = [&](const WeightBuffer& b) {
-        return b.weight == weight && b.first <= form.last && form.first <= b.last;
+        return b.weight == weight && b.first <= chunked.last && chunked.first <= b.last;
       };
       if (std::any_of(s.buffers.begin(), s.buffers.end(), overlaps)) return false;
     }
@@ -209,7 +218,7 @@ class Chunking {
 
   const std::vector<Weight>& weights_;
   const std::vector<Use>& uses_;
-  const std::vector<ChunkedForm>& forms_;
+  const std::vector<ChunkedWeight>& chunked_weights_;
   const ChunkingOptions& options_;
   std::vector<Candidate> possible_;
 };
@@ -217,8 +226,8 @@ class Chunking {
 }  // namespace
 
 StepSchedule schedule_with_chunks(const std::vector<Weight>& weights, const std::vector<Use>& uses,
-                                  const std::vector<ChunkedForm>& forms, const ChunkingOptions& options) {
-  return Chunking(weights, uses, forms, options).run();
+                                  const std::vector<ChunkedWeight>& chunked_weights, const ChunkingOptions& options) {
+  return Chunking(weights, uses, chunked_weights, options).run();
 }
 
 }  // namespace shardwright

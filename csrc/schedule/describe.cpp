@@ -105,7 +105,7 @@ std::string use_text(const StepSchedule& s, int use, int num_earlier) {
   }
   add("gather activations", join(started));
   std::vector<int> gathered;
-  for (const int w : s.gathered_within(use)) gathered.push_back(s.weights[w].form_of);
+  for (const int w : s.gathered_within(use)) gathered.push_back(s.weights[w].original);
   add("in chunks: gather", names(s, gathered));
   std::vector<int> reduced;
   for (const ReducedWithin& r : s.reduced_within(use)) reduced.push_back(r.weight);
@@ -131,7 +131,7 @@ int64_t transfer_ps(const ChunkedReduction& reduction) {
 std::string json_of(const Weight& w) {
   return concat("{\"name\": ", quoted(w.name), ", \"rest_bytes\": ", w.rest_bytes, ", \"use_bytes\": ", w.use_bytes,
                 ", \"keep_bytes\": ", w.keep_bytes, ", \"gradient_bytes\": ", w.gradient_bytes,
-                ", \"gather_ps\": ", w.gather_ps, ", \"reduce_ps\": ", w.reduce_ps, ", \"form_of\": ", w.form_of,
+                ", \"gather_ps\": ", w.gather_ps, ", \"reduce_ps\": ", w.reduce_ps, ", \"original\": ", w.original,
                 ", \"reduced_in_chunks_ps\": ", transfer_ps(w.in_chunks), ", \"fetch_ps\": ", w.fetch_ps,
                 ", \"send_ps\": ", w.send_ps, "}");
 }
@@ -233,7 +233,7 @@ std::string to_text(const StepSchedule& s) {
                          bytes_text(s.live_buffer_bytes), " are in use at a time, gradients ",
                          bytes_text(s.peak_gradient_bytes),
                          activations.empty() ? "" : concat(", activations ", bytes_text(s.peak_activation_bytes)),
-                         s.options.retained_bytes > 0 ? concat(", held ", bytes_text(s.options.retained_bytes)) : "",
+                         s.options.held_bytes > 0 ? concat(", held ", bytes_text(s.options.held_bytes)) : "",
                          s.options.budget_bytes ? concat("; budget ", bytes_text(*s.options.budget_bytes)) : ""));
   for (const WeightBuffer& b : s.buffers) {
     lines.push_back(concat("  ", s.weights[b.weight].name, b.is_kept_copy ? " (kept copy)" : "", " in uses ", b.first,
@@ -256,7 +256,7 @@ std::string to_json(const StepSchedule& s) {
       concat("  \"budget_bytes\": ", budget),
       concat("  \"prefetch\": ", s.options.prefetch),
       concat("  \"alignment_bytes\": ", s.options.alignment_bytes),
-      concat("  \"held_bytes\": ", s.options.retained_bytes),
+      concat("  \"held_bytes\": ", s.options.held_bytes),
       concat("  \"gather_until\": [", join(s.options.gather_until), "]"),
       json_list("buffers", s.buffers),
       json_list("gathers", s.gathers),

@@ -182,8 +182,8 @@ std::string lanes_text(const StepSchedule& s, int width) {
   for (size_t r = 0; r < s.reductions.size(); ++r) mark(transfers, lanes.reductions[r], s.reductions[r].weight);
   for (const LaneSpan& span : lanes.activations) mark(transfers, span, -1);
   for (const ChunksSpan& c : lanes.chunks) {
-    const int form_of = s.weights[c.weight].form_of;
-    mark(transfers, c.span, form_of < 0 ? c.weight : form_of);
+    const int original = s.weights[c.weight].original;
+    mark(transfers, c.span, original < 0 ? c.weight : original);
   }
   for (size_t g = 0; g < s.gathers.size(); ++g) mark(fetches, lanes.fetches[g], s.gathers[g].weight);
   for (size_t r = 0; r < s.reductions.size(); ++r) mark(sends, lanes.sends[r], s.reductions[r].weight);

@@ -60,7 +60,7 @@ void check(const std::vector<Weight>& weights, const std::vector<Use>& uses, con
   check_argument(!options.budget_bytes || *options.budget_bytes >= 0, "budget_bytes", "at least 0, or None",
                  options.budget_bytes.value_or(0));
   check_argument(options.prefetch >= 0, "prefetch", "at least 0", options.prefetch);
-  check_argument(options.retained_bytes >= 0, "held_bytes", "at least 0", options.retained_bytes);
+  check_argument(options.held_bytes >= 0, "held_bytes", "at least 0", options.held_bytes);
   const auto most = static_cast<int>(uses.size()) - 1;
   const std::vector<int>& until = options.gather_until;
   check_user(until.empty() || until.size() == uses.size(), "gather_until must be empty or have one item for each of ",
@@ -249,8 +249,8 @@ void plan_reductions(StepSchedule& schedule, bool overlaps) {
     const Use& use = schedule.uses[i];
     if (use.pass == Pass::kBackward) {
       for (const int used : use.weights) {
-        const int form_of = schedule.weights[used].form_of;
-        const int w = form_of < 0 ? used : form_of;
+        const int original = schedule.weights[used].original;
+        const int w = original < 0 ? used : original;
         begin[w] = begin[w] < 0 ? i : begin[w];
       }
     }
@@ -305,7 +305,7 @@ StepSchedule with_limit(StepSchedule schedule, int64_t limit_bytes) {
 // Returns the schedule with the largest limit whose arena and memory beside it fit into the budget, or nullopt.
 // `reduced` has its reductions planned, but no buffers.
 std::optional<StepSchedule> within(int64_t budget_bytes, const StepSchedule& reduced, int64_t least_limit_bytes) {
-  const int64_t available = budget_bytes - reduced.peak_beside_bytes - reduced.options.retained_bytes;
+  const int64_t available = budget_bytes - reduced.peak_beside_bytes - reduced.options.held_bytes;
   for (int64_t limit = available; limit >= least_limit_bytes;) {
     StepSchedule schedule = with_limit(reduced, limit);
     if (schedule.arena_bytes <= available) return schedule;
@@ -334,7 +334,7 @@ int64_t overlapping_budget_bytes(const std::vector<Weight>& weights, const std::
   StepSchedule schedule{weights, uses, options, {}, {}, {}};
   plan_reductions(schedule, true);
   const int64_t limit = Residency(schedule, 0).wanted_limit_bytes();
-  return with_limit(schedule, limit).arena_bytes + schedule.peak_beside_bytes + options.retained_bytes;
+  return with_limit(schedule, limit).arena_bytes + schedule.peak_beside_bytes + options.held_bytes;
 }
 
 int64_t activations_ahead_within(const std::vector<Weight>& weights, const std::vector<Use>& uses,
@@ -354,24 +354,24 @@ int64_t activations_ahead_within(const std::vector<Weight>& weights, const std::
 
 StepSchedule make_schedule(std::vector<Weight> weights, std::vector<Use> uses, const ScheduleOptions& options) {
   check(weights, uses, options);
-  // `ahead` waits for reductions after the next weight change, `at_once` right after their start.
-  StepSchedule ahead{std::move(weights), std::move(uses), options, {}, {}, {}};
-  StepSchedule at_once = ahead;
-  plan_reductions(ahead, true);
-  plan_reductions(at_once, false);
-  if (!options.budget_bytes) return with_limit(std::move(ahead), std::numeric_limits<int64_t>::max());
+  // `overlapping` waits for reductions after the next weight change, `blocking` right after their start.
+  StepSchedule overlapping{std::move(weights), std::move(uses), options, {}, {}, {}};
+  StepSchedule blocking = overlapping;
+  plan_reductions(overlapping, true);
+  plan_reductions(blocking, false);
+  if (!options.budget_bytes) return with_limit(std::move(overlapping), std::numeric_limits<int64_t>::max());
 
-  const int64_t least = Residency(ahead, 0).least_limit_bytes();
-  const std::optional<StepSchedule> overlapped = within(*options.budget_bytes, ahead, least);
-  const std::optional<StepSchedule> small = within(*options.budget_bytes, at_once, least);
-  if (overlapped && (!small || cost_bytes(*overlapped) <= cost_bytes(*small))) return *overlapped;
-  if (small) return *small;
-  const StepSchedule smallest = with_limit(at_once, least);
+  const int64_t least = Residency(overlapping, 0).least_limit_bytes();
+  const std::optional<StepSchedule> overlapped = within(*options.budget_bytes, overlapping, least);
+  const std::optional<StepSchedule> blocked = within(*options.budget_bytes, blocking, least);
+  if (overlapped && (!blocked || cost_bytes(*overlapped) <= cost_bytes(*blocked))) return *overlapped;
+  if (blocked) return *blocked;
+  const StepSchedule smallest = with_limit(blocking, least);
   throw UserError(concat(
       "budget_bytes must be at least ", smallest.peak_bytes(), ", got ", *options.budget_bytes, ". The minimum is ",
       smallest.arena_bytes, " for gathered weights + ", smallest.peak_gradient_bytes, " for gradients",
       smallest.peak_activation_bytes > 0 ? concat(" + ", smallest.peak_activation_bytes, " for activations") : "",
-      options.retained_bytes > 0 ? concat(" + ", options.retained_bytes, " for memory that stays allocated") : ""));
+      options.held_bytes > 0 ? concat(" + ", options.held_bytes, " for memory that stays allocated") : ""));
 }
 
 StepSchedule fastest_schedule(const std::vector<Weight>& weights, const std::vector<Use>& uses,

@@ -62,10 +62,10 @@ struct Weight {
   int64_t gradient_bytes = 0;  // unreduced gradient of one backward; 0 for a frozen weight
   int64_t gather_ps = 0;       // duration of a gather; 0 if unknown
   int64_t reduce_ps = 0;       // duration of the reduction of a gradient; 0 if unknown
-  // Set only for a form: an additional weight that stands for another weight in uses that gather it in chunks
-  // (schedule/chunks.h). Index of the other weight, and durations of the transfers of all chunks and of the first one.
-  // -1: not a form.
-  int form_of = -1;
+  // Set only for a chunked weight: an additional weight that stands for its original in uses that gather it in chunks
+  // (schedule/chunks.h). Index of the original, and durations of the transfers of all chunks and of the first one.
+  // -1: not a chunked weight.
+  int original = -1;
   int64_t chunks_ps = 0;
   int64_t first_chunk_ps = 0;
   ChunkedReduction in_chunks = {};  // used where Use::in_chunks has the weight
@@ -99,7 +99,7 @@ struct Activation {
 
 struct ScheduleOptions {
   // Memory limit for gathered weights, kept copies, gathered activations, gradients until they are reduced, and
-  // `retained_bytes`. nullopt: no limit, so everything stays until its last use.
+  // `held_bytes`. nullopt: no limit, so everything stays until its last use.
   std::optional<int64_t> budget_bytes;
   // Number of weight changes by which gathers are ahead, if the budget allows it. A weight change is a use that needs a
   // weight which the use before does not need. 0: weights are gathered at their uses.
@@ -107,8 +107,8 @@ struct ScheduleOptions {
   // Alignment of addresses in the arena; a power of two.
   int64_t alignment_bytes = 256;
   // Part of the budget that is always in use outside of the arena: unsharded gradients of earlier steps that are
-  // accumulated, and weights that stay gathered between steps. `held_bytes` in Python and JSON.
-  int64_t retained_bytes = 0;
+  // accumulated, and weights that stay gathered between steps.
+  int64_t held_bytes = 0;
   // Requires earlier gathers than `prefetch` does, if the budget allows it. By use: the index of the last use whose
   // weights should be resident or being gathered at this use. An index below the use itself requires nothing. Empty:
   // none required.
@@ -175,7 +175,7 @@ struct StepSchedule {
   int64_t peak_gradient_bytes = 0;    // most bytes of gradients at one use
   int64_t peak_activation_bytes = 0;  // most bytes of gathered activations at a time
   int64_t peak_beside_bytes = 0;      // most bytes of gradients and activations together at one use
-  int64_t peak_bytes() const { return arena_bytes + peak_beside_bytes + options.retained_bytes; }
+  int64_t peak_bytes() const { return arena_bytes + peak_beside_bytes + options.held_bytes; }
 
   // Return indices into the lists above: gathers that start before a use, buffers released after it, reductions that
   // start after it, and reductions waited for after it.
@@ -183,9 +183,9 @@ struct StepSchedule {
   std::vector<int> released_after(int use) const;
   std::vector<int> reductions_started_after(int use) const;
   std::vector<int> reductions_finished_after(int use) const;
-  // Returns the indices of the forms (in `weights`) whose chunks are gathered within this use. Of several consecutive
+  // Returns the indices of the chunked weights whose chunks are gathered within this use. Of several consecutive
   // uses in one pass, the longest gathers them (the first of equally long ones), because the product is assumed to be
-  // there. A form that stays from one pass to another is gathered in chunks in both.
+  // there. A chunked weight that stays from one pass to another is gathered in chunks in both.
   std::vector<int> gathered_within(int use) const;
   // Returns the gradients that are reduced in chunks within this use, in the order of reductions.
   std::vector<ReducedWithin> reduced_within(int use) const;

@@ -17,19 +17,19 @@ constexpr Pass F = Pass::kForward;
 constexpr Pass B = Pass::kBackward;
 
 bool has_chunks(const StepSchedule& s) {
-  return std::any_of(s.weights.begin(), s.weights.end(), [](const Weight& w) { return w.form_of >= 0; });
+  return std::any_of(s.weights.begin(), s.weights.end(), [](const Weight& w) { return w.original >= 0; });
 }
 
 TEST(ScheduleChunks, MatchTheExampleOfTheHeader) {
   const std::vector<Weight> weights = {{"a", 0, 100, 0, 0, 30, 0}, {"b", 0, 100, 0, 0, 10, 0}};
   const std::vector<Use> uses = {{{0}, F, {}, 50}, {{1}, F, {}, 50}};
-  const std::vector<ChunkedForm> forms = {{0, 0, 0, 20, 30, 3}};
+  const std::vector<ChunkedWeight> chunked_weights = {{0, 0, 0, 20, 30, 3}};
   EXPECT_EQ(predict(schedule_with_chunks(weights, uses, {}, {{}, false, false})).total_ps, 130);
-  const StepSchedule s = schedule_with_chunks(weights, uses, forms, {{}, false, false});
+  const StepSchedule s = schedule_with_chunks(weights, uses, chunked_weights, {{}, false, false});
   EXPECT_EQ(predict(s).total_ps, 110);
   EXPECT_EQ(s.uses[0].weights, std::vector<int>{2});
   EXPECT_EQ(s.weights[2].name, "a in chunks");
-  EXPECT_EQ(s.weights[2].form_of, 0);
+  EXPECT_EQ(s.weights[2].original, 0);
   EXPECT_EQ(s.peak_bytes(), 256 + 20);  // b, and the chunks
 }
 
@@ -38,14 +38,15 @@ TEST(ScheduleChunks, HideTheLastReduction) {
   std::vector<Weight> weights = {{"a", 0, 100, 0, 100, 30, 20}, {"b", 0, 100, 0, 100, 30, 20}};
   std::vector<Use> uses = {{{0}, F, {}, 50}, {{1}, F, {}, 50}, {{1}, B, {1}, 100}, {{0}, B, {0}, 100}};
   const ChunkedReduction reduction{{{20, 5}}, 0, 110};
-  const std::vector<ChunkedForm> forms = {{0, 0, 0, 20, 30, 1, true, reduction}, {1, 0, 0, 20, 30, 1, true, reduction}};
+  const std::vector<ChunkedWeight> chunked_weights = {{0, 0, 0, 20, 30, 1, true, reduction},
+                                                      {1, 0, 0, 20, 30, 1, true, reduction}};
   ScheduleOptions options;
   options.alignment_bytes = 1;
-  const auto plan = [&](const std::vector<ChunkedForm>& with) {
+  const auto plan = [&](const std::vector<ChunkedWeight>& with) {
     return schedule_with_chunks(weights, uses, with, {options, false, false});
   };
   EXPECT_EQ(predict(plan({})).total_ps, 350);
-  const StepSchedule s = plan(forms);
+  const StepSchedule s = plan(chunked_weights);
   const StepLanes lanes = predict(s);
   EXPECT_EQ(lanes.total_ps, 335) << to_text(s);
   EXPECT_EQ(lanes.transfer_ps, 100);
@@ -61,9 +62,9 @@ TEST(ScheduleChunks, HideTheLastReduction) {
             std::string::npos)
       << to_text(s);
   uses[3].compute_ps = 0;
-  EXPECT_FALSE(plan(forms).reductions[1].in_chunks) << "no times";
+  EXPECT_FALSE(plan(chunked_weights).reductions[1].in_chunks) << "no times";
   uses[3] = {{0}, B, {}, 100, {0}};
-  EXPECT_THROW(plan(forms), UserError) << "its gradient is not complete";
+  EXPECT_THROW(plan(chunked_weights), UserError) << "its gradient is not complete";
 }
 
 // A unit around another one: the gradient of its projection is made in the first use of the backward, others in the
@@ -77,8 +78,8 @@ TEST(ScheduleChunks, HideTheReductionOfAnOuterUnit) {
   }
   uses[4].gradients = {1};
   uses[5].gradients = {0};
-  ChunkedForm form{0, 0, 0, 20, 30, 3, true, {{{20, 5, 3}, {7, 2}, {3, 1, 5}}, 10, 110}};
-  const auto plan = [&] { return schedule_with_chunks(weights, uses, {form}, {{}, false, false}); };
+  ChunkedWeight chunked{0, 0, 0, 20, 30, 3, true, {{{20, 5, 3}, {7, 2}, {3, 1, 5}}, 10, 110}};
+  const auto plan = [&] { return schedule_with_chunks(weights, uses, {chunked}, {{}, false, false}); };
   EXPECT_EQ(predict(schedule_with_chunks(weights, uses, {}, {{}, false, false})).total_ps, 520);
   const StepSchedule s = plan();
   const StepLanes lanes = predict(s);
@@ -92,11 +93,11 @@ TEST(ScheduleChunks, HideTheReductionOfAnOuterUnit) {
   const std::string last = "5. backward r (use 2); in chunks: reduce the gradient of r; after: wait for";
   EXPECT_NE(to_text(s).find("3. backward r; in chunks: reduce the gradient of r\n"), std::string::npos) << to_text(s);
   EXPECT_NE(to_text(s).find(last), std::string::npos) << to_text(s);
-  form.reduction.products.resize(1);
+  chunked.reduction.products.resize(1);
   EXPECT_NE(to_text(plan()).find("5. backward r (use 2); after: reduce the rest of the gradient of r; after: wait for"),
             std::string::npos)
       << to_text(plan());
-  form.reduction.products[0].use = 6;
+  chunked.reduction.products[0].use = 6;
   EXPECT_FALSE(plan().reductions[1].in_chunks) << "no such use";
 }
 
@@ -110,8 +111,8 @@ TEST(ScheduleChunks, HideTheFirstGatherOfABackward) {
   options.budget_bytes = 100 + 20;
   options.prefetch = 0;
   const auto plan = [&](bool in_backwards) {
-    const ChunkedForm form{0, 0, 0, 20, 30, 3, in_backwards, {}};
-    return schedule_with_chunks(weights, uses, {form}, {options, false, false});
+    const ChunkedWeight chunked{0, 0, 0, 20, 30, 3, in_backwards, {}};
+    return schedule_with_chunks(weights, uses, {chunked}, {options, false, false});
   };
   const StepSchedule forward = plan(false);
   const StepSchedule both = plan(true);
@@ -125,36 +126,36 @@ TEST(ScheduleChunks, HideTheFirstGatherOfABackward) {
 TEST(ScheduleChunks, ServeForwardsAndBackwardsInLittleMemory) {
   const std::vector<Weight> weights = {{"a", 0, 100, 0, 10, 0, 0}, {"b", 0, 100, 0, 10, 0, 0}};
   std::vector<Use> uses = {{{0}, F, {}}, {{1}, F, {}}, {{1}, B, {1}}, {{0}, B, {0}}};
-  std::vector<ChunkedForm> forms = {{0, 5, 0, 20, 30, 3, true, {}}, {1, 5, 0, 20, 30, 3, true, {}}};
+  std::vector<ChunkedWeight> chunked_weights = {{0, 5, 0, 20, 30, 3, true, {}}, {1, 5, 0, 20, 30, 3, true, {}}};
   ScheduleOptions options;
   options.alignment_bytes = 1;
   options.budget_bytes = 5 + 20 + 10;
-  const StepSchedule s = schedule_with_chunks(weights, uses, forms, {options, false, false});
+  const StepSchedule s = schedule_with_chunks(weights, uses, chunked_weights, {options, false, false});
   EXPECT_LE(s.peak_bytes(), 35);
   std::vector<int> used;
-  for (const Use& use : s.uses) used.push_back(s.weights[use.weights[0]].form_of);
+  for (const Use& use : s.uses) used.push_back(s.weights[use.weights[0]].original);
   EXPECT_EQ(used, (std::vector<int>{0, 1, 1, 0}));
-  EXPECT_EQ(s.reductions[0].first, 2) << "a gradient exists where the form is used";
+  EXPECT_EQ(s.reductions[0].first, 2) << "a gradient exists where the chunked weight is used";
   options.budget_bytes = 5 + 5 + 20 + 10;
-  const StepSchedule stays = schedule_with_chunks(weights, uses, forms, {options, false, false});
+  const StepSchedule stays = schedule_with_chunks(weights, uses, chunked_weights, {options, false, false});
   EXPECT_EQ(stays.gathers.size(), 2) << "what is not in chunks stays from forward to backward";
   for (int use = 0; use < 4; ++use) EXPECT_EQ(stays.gathered_within(use), stays.uses[use].weights) << to_text(stays);
   EXPECT_NE(to_text(stays).find("3. backward a in chunks; in chunks: gather a;"), std::string::npos) << to_text(stays);
   uses.insert(uses.begin() + 2, {{1}, Pass::kRecompute, {}});
-  EXPECT_THROW(schedule_with_chunks(weights, uses, forms, {options, false, false}), UserError);
-  forms[1].in_backwards = false;
+  EXPECT_THROW(schedule_with_chunks(weights, uses, chunked_weights, {options, false, false}), UserError);
+  chunked_weights[1].in_backwards = false;
   uses.erase(uses.begin() + 2);
-  EXPECT_THROW(schedule_with_chunks(weights, uses, forms, {options, false, false}), UserError);
+  EXPECT_THROW(schedule_with_chunks(weights, uses, chunked_weights, {options, false, false}), UserError);
 }
 
 TEST(ScheduleChunks, AreUsedOnlyIfFasterOrIfNothingElseFits) {
   std::vector<Weight> weights = {{"a", 0, 100, 0, 0, 30, 0}, {"b", 0, 100, 0, 0, 10, 0}};
   std::vector<Use> uses = {{{0}, F, {}, 50}, {{1}, F, {}, 50}};
-  const auto plan = [&](const ChunkedForm& form, std::optional<int64_t> budget, bool may_add) {
+  const auto plan = [&](const ChunkedWeight& chunked, std::optional<int64_t> budget, bool may_add) {
     ScheduleOptions options;
     options.budget_bytes = budget;
     options.alignment_bytes = 1;
-    return schedule_with_chunks(weights, uses, {form}, {options, false, may_add});
+    return schedule_with_chunks(weights, uses, {chunked}, {options, false, may_add});
   };
   EXPECT_FALSE(has_chunks(plan({0, 0, 0, 20, 30, 1}, {}, false))) << "one chunk hides nothing";
   EXPECT_FALSE(has_chunks(plan({1, 0, 0, 20, 10, 5}, {}, false))) << "nothing waits for b";
@@ -180,7 +181,7 @@ TEST(ScheduleChunks, NeverSlowDownRandomSteps) {
   for (int round = 0; round < 300; ++round) {
     const int n = 2 + static_cast<int>(random() % 4);
     std::vector<Weight> weights;
-    std::vector<ChunkedForm> forms;
+    std::vector<ChunkedWeight> chunked_weights;
     std::vector<Use> uses;
     int64_t most = 0;
     for (int w = 0; w < n; ++w) {
@@ -188,7 +189,7 @@ TEST(ScheduleChunks, NeverSlowDownRandomSteps) {
       most = std::max(most, bytes);
       weights.push_back({std::string(1, static_cast<char>('a' + w)), 0, bytes, 0, bytes, bytes, bytes});
       const ChunkedReduction reduction{{{bytes, bytes / 8}}, 5, bytes + 40};
-      if (random() % 2) forms.push_back({w, 10, 5, bytes / 4, bytes, 8, random() % 2 == 0, reduction});
+      if (random() % 2) chunked_weights.push_back({w, 10, 5, bytes / 4, bytes, 8, random() % 2 == 0, reduction});
     }
     for (int w = 0; w < n; ++w) uses.push_back({{w}, F, {}, static_cast<int64_t>(1 + random() % 500)});
     for (int w = n; random() % 2 && w-- > 0;) uses.push_back({{w}, B, {w}, static_cast<int64_t>(1 + random() % 900)});
@@ -197,7 +198,7 @@ TEST(ScheduleChunks, NeverSlowDownRandomSteps) {
     if (random() % 2) options.budget_bytes = 3 * most;
     const bool chooses = random() % 2;
     const StepSchedule whole = schedule_with_chunks(weights, uses, {}, {options, chooses, false});
-    const StepSchedule s = schedule_with_chunks(weights, uses, forms, {options, chooses, false});
+    const StepSchedule s = schedule_with_chunks(weights, uses, chunked_weights, {options, chooses, false});
     EXPECT_LE(s.peak_bytes(), options.budget_bytes.value_or(s.peak_bytes()));
     EXPECT_LE(predict(s).total_ps, predict(whole).total_ps);
     const auto in_chunks =
@@ -208,11 +209,11 @@ TEST(ScheduleChunks, NeverSlowDownRandomSteps) {
     EXPECT_LT(predict(s).total_ps, predict(whole).total_ps);
     for (size_t i = 0; i < uses.size(); ++i) {
       const int used = s.uses[i].weights[0];
-      EXPECT_EQ(s.weights[used].form_of < 0 ? used : s.weights[used].form_of, uses[i].weights[0]);
-      // At each use, either the weight or its chunked form exists, not both.
+      EXPECT_EQ(s.weights[used].original < 0 ? used : s.weights[used].original, uses[i].weights[0]);
+      // At each use, either a weight or its chunked weight exists, not both.
       int num_buffers = 0;
       for (const WeightBuffer& b : s.buffers) {
-        const bool is_it = b.weight == uses[i].weights[0] || s.weights[b.weight].form_of == uses[i].weights[0];
+        const bool is_it = b.weight == uses[i].weights[0] || s.weights[b.weight].original == uses[i].weights[0];
         num_buffers += is_it && b.first <= static_cast<int>(i) && static_cast<int>(i) <= b.last ? 1 : 0;
       }
       EXPECT_EQ(num_buffers, 1);

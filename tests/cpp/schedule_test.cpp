@@ -308,7 +308,7 @@ TEST(Schedule, HeldBytesReduceTheBudget) {
   const std::vector<Use> uses{use(0, F), use(1, F), use(1, B), use(0, B)};
   const StepSchedule without = make_schedule(equal_weights(2, 100, 100), uses, options_of(300));
   ScheduleOptions options = options_of(300);
-  options.retained_bytes = 70;
+  options.held_bytes = 70;
   EXPECT_THROW(make_schedule(equal_weights(2, 100, 100), uses, options_of(199)), UserError);
   EXPECT_EQ(make_schedule(equal_weights(2, 100, 100), uses, options).peak_bytes(), 270);
   options.budget_bytes = 370;
@@ -618,7 +618,7 @@ TEST(Schedule, RejectsInvalidOptions) {
   options.gather_until = {1};
   EXPECT_THROW(make_schedule(equal_weights(1, 100, 0), {use(0, F)}, options), UserError);
   options.gather_until = {};
-  options.retained_bytes = -1;
+  options.held_bytes = -1;
   EXPECT_THROW(make_schedule(equal_weights(1, 100, 0), {use(0, F)}, options), UserError);
 }
 

@@ -108,8 +108,8 @@ def received_bytes(model: nn.Module, units: Sequence[nn.Module | Sequence[nn.Mod
     received = agreement_bytes(model) if schedule.reductions else 0
     received += sum(lacks([p for p in weights[unit] if p.ndim > 1]) for unit, _ in schedule.chunk_gathers)
     for weight, *_ in schedule.gathers:
-        form_of = schedule.form_of[weight]
-        whole = weights[weight] if form_of < 0 else [p for p in weights[form_of] if p.ndim == 1]
+        original_of = schedule.original_of[weight]
+        whole = weights[weight] if original_of < 0 else [p for p in weights[original_of] if p.ndim == 1]
         received += lacks(whole)
     parts = (p.to_local().numel() for unit, *_ in schedule.reductions for p in weights[unit])  # type: ignore[attr-defined]
     return received + sum(4 * (world - 1) * part for part in parts)

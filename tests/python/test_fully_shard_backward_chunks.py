@@ -109,8 +109,8 @@ class timed:
 
 def gathered_in_chunks(schedule: Any) -> list[tuple[str, int]]:
     """Returns the pass (forward or backward) and the unit of each use that gathers a unit in chunks."""
-    form_of = schedule.form_of
-    return [(kind, form_of[w]) for weights, kind, *_ in schedule.uses for w in weights if form_of[w] >= 0]
+    original_of = schedule.original_of
+    return [(kind, original_of[w]) for weights, kind, *_ in schedule.uses for w in weights if original_of[w] >= 0]
 
 
 def _trains(mesh_shape: tuple[int, ...], recomputes: bool) -> None:
@@ -120,7 +120,7 @@ def _trains(mesh_shape: tuple[int, ...], recomputes: bool) -> None:
         assert_trains_as_unsharded(model, Chain(width).to(meshes.device), width, 5)
         schedule = sw.fsdp.schedule(model)
         if mesh.size() == 1:
-            assert max(schedule.form_of) < 0 and not schedule.reductions[-1][4], "nothing is moved"
+            assert max(schedule.original_of) < 0 and not schedule.reductions[-1][4], "nothing is moved"
             return
         in_chunks = gathered_in_chunks(schedule)
         backwards = [unit for kind, unit in in_chunks if kind == "backward"]

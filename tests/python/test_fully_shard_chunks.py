@@ -53,7 +53,7 @@ def _trains(mesh_shape: tuple[int, ...]) -> None:
                 torch.testing.assert_close(full(p.grad), q.grad, rtol=1e-4, atol=1e-5)
             if step >= 3:
                 # The last layer is not in chunks: it stays unsharded until its backward, which would gather it again.
-                assert [i for i in sw.fsdp.schedule(model).form_of if i >= 0] == [1, 2]
+                assert [i for i in sw.fsdp.schedule(model).original_of if i >= 0] == [1, 2]
                 if meshes.device == "cpu" or len(mesh_shape) == 1:  # otherwise one all-reduce over both dims is faster
                     assert [unit for unit, *_, in_chunks in sw.fsdp.schedule(model).reductions if in_chunks] == [0]
                 if len(mesh_shape) == 1:
@@ -118,7 +118,7 @@ def _limit_below_one_unit() -> None:
             x = torch.randn(rank, 4, 9, generator=torch.Generator().manual_seed(step)).to(meshes.device)
             torch.testing.assert_close(ours(x).cpu(), unsharded(x).cpu(), rtol=2e-2, atol=2e-2)
         schedule = sw.fsdp.schedule(ours)
-        assert schedule.form_of == [-1] * 4 + [1, 2, 3] and schedule.peak_bytes <= limit
+        assert schedule.original_of == [-1] * 4 + [1, 2, 3] and schedule.peak_bytes <= limit
         with pytest.raises(ValueError, match=r"budget_bytes must be at least \d+, got 1600"):
             without(x)
         ours.layers[1].fails = True
@@ -187,7 +187,7 @@ def _linear_units() -> None:
             for step in range(3):
                 x = batch(step, width=64).to(meshes.device)
                 torch.testing.assert_close(sharded(x), unsharded(x), rtol=1e-4, atol=1e-5)
-    assert [unit for unit in sw.fsdp.schedule(sharded).form_of if unit >= 0] == [1, 2]
+    assert [unit for unit in sw.fsdp.schedule(sharded).original_of if unit >= 0] == [1, 2]
     assert [type(layer).__name__ for layer in sharded] == ["ShardedLinear", "ShardedLinear"]
 
 

@@ -1013,7 +1013,7 @@ class StepSchedule:
         alignment_bytes: int = 256,
         held_bytes: int = 0,
         gather_until: Sequence[int] = (),
-        forms: Sequence[
+        chunked_weights: Sequence[
             tuple[int, int, int, int, int, int, bool, tuple[Sequence[tuple[int, int, int]], int, int]]
         ] = (),
         may_add_chunks: bool = False,
@@ -1034,11 +1034,11 @@ class StepSchedule:
             held_bytes: part of the budget that is always in use outside of the arena.
             gather_until: by use, the last use whose weights should be gathered or being gathered at it; a value below
                 the use requires nothing.
-            forms: weights that may be gathered in chunks: index; bytes and picoseconds of the part that is gathered
-                before the use; bytes of the chunks that exist at a time, picoseconds of all chunks, and their number;
-                whether backwards are allowed too; and the chunked reduction of the gradient: its products (none: not in
-                chunks), each with picoseconds of all chunks, picoseconds of one chunk, and its use (-1: the one that
-                completes the gradient), picoseconds of the rest, and bytes of the gradient meanwhile.
+            chunked_weights: weights that may be gathered in chunks: index; bytes and picoseconds of the part that is
+                gathered before the use; bytes of the chunks that exist at a time, picoseconds of all chunks, and their
+                number; whether backwards are allowed too; and the chunked reduction of the gradient: its products
+                (none: not in chunks), each with picoseconds of all chunks, picoseconds of one chunk, and its use (-1:
+                the one that completes the gradient), picoseconds of the rest, and bytes of the gradient meanwhile.
             may_add_chunks: adds the bytes of chunks to the budget.
             activations: activations of which parts are kept, in the order in which they are needed: name; bytes kept
                 and gathered; picoseconds of a gather, or 0; the use that saves it, the first and last use that need it,
@@ -1049,8 +1049,8 @@ class StepSchedule:
         """
 
     @property
-    def form_of(self) -> list[int]:
-        """By weight: for a form, the weight that it gathers in chunks; otherwise -1. Forms come last."""
+    def original_of(self) -> list[int]:
+        """By weight: for a chunked weight, the weight that it stands for; otherwise -1. Chunked weights come last."""
 
     @property
     def prefetch(self) -> int: ...

@@ -153,8 +153,8 @@ def _explained(call: running.Call, measured: Trace) -> Explained:
 def _explained_step(step: HeardStep, events: Trace) -> ExplainedStep:
     """Returns the timelines of a step. `events` are all events of the trace."""
     schedule = step.schedule
-    # A form of a weight (`StepSchedule.form_of`) is shown under the weight's name.
-    unit_of = [index if form_of < 0 else form_of for index, form_of in enumerate(schedule.form_of)]
+    # A chunked weight is shown under the name of its original (`StepSchedule.original_of`).
+    unit_of = [index if original < 0 else original for index, original in enumerate(schedule.original_of)]
     named = [(kind, [unit_of[weight] for weight in weights]) for weights, kind, *_ in schedule.uses]
     uses = [(f"{kind} {', '.join(step.names[unit] for unit in units)}", units) for kind, units in named]
     measured = Trace(

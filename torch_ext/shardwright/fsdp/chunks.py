@@ -8,8 +8,8 @@ In backwards, an autograd function does the same. The gradient of the input is a
 received in chunks. The gradient of the weight is a matmul whose result rows are sent in chunks, to be reduced. So in
 steps whose backward has chunks, the modules have that class in forwards too.
 
-An *absent* weight has no full tensor when the use begins, because its chunks are gathered during matmuls. A *form* is
-the additional weight that stands in a schedule for a unit in chunks (csrc/schedule/chunks.h).
+An *absent* weight has no full tensor when the use begins, because its chunks are gathered during matmuls. A
+*chunked weight* is the additional weight that stands in a schedule for a unit in chunks (csrc/schedule/chunks.h).
 
 A unit whose modules contain other units is not gathered in chunks, because its weights are needed in many uses with
 other uses in between. Its gradients are still reduced in chunks, each in the use that computes it.
@@ -214,7 +214,7 @@ class UnitInChunks:
         self._had: set[int] = set()  # indices of weights that had a full gradient at the last call of `new_gradients`
 
     def form(self, in_backwards: bool, reduces: bool, made: Sequence[tuple[int, int]]) -> tuple[Any, ...] | None:
-        """Returns the sizes and times that `StepSchedule` takes as a form; None if nothing may be in chunks.
+        """Returns the sizes and times that `StepSchedule` takes as a chunked weight; None if nothing may be in chunks.
 
         Args:
             in_backwards: weights may be gathered in chunks in backwards.

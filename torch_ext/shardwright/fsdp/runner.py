@@ -318,7 +318,7 @@ class Runner:
             form = each.form(gathers, trains and key.reduces[unit_index] and not key.keeps[unit_index], made)
             if form is not None:
                 forms.append((unit_index, *form))
-        options.update(forms=forms, may_add_chunks=self.memory_limit is None, prefetch=self.prefetch)
+        options.update(chunked_weights=forms, may_add_chunks=self.memory_limit is None, prefetch=self.prefetch)
         return StepSchedule(weights, parts, budget_bytes=budget, **options)
 
     def _drain(self, keeps_held: bool = True) -> None:
