@@ -115,10 +115,10 @@ decltype(auto) object(const py::handle& handle, const char* argument, const char
 // Makes UserError a ValueError and InvariantError a RuntimeError. Bytes that are not UTF-8 are shown as \xff.
 inline void register_errors() {
   py::register_exception_translator([](std::exception_ptr pointer) {
-    const auto raise = [](PyObject* type, const std::string& what) {
-      const auto size = static_cast<Py_ssize_t>(what.size());
+    const auto raise = [](PyObject* type, const std::string& text) {
+      const auto size = static_cast<Py_ssize_t>(text.size());
       const auto message =
-          py::reinterpret_steal<py::object>(PyUnicode_DecodeUTF8(what.data(), size, "backslashreplace"));
+          py::reinterpret_steal<py::object>(PyUnicode_DecodeUTF8(text.data(), size, "backslashreplace"));
       PyErr_SetObject(type, message.ptr());
     };
     try {

@@ -11,9 +11,7 @@ namespace {
 
 using Overlap = ShardOverlaps::Overlap;
 
-int64_t elements_of(std::span<const Overlap> entries) {
-  return entries.empty() ? 0 : entries.back().before + entries.back().elements;
-}
+int64_t elements_of(std::span<const Overlap> all) { return all.empty() ? 0 : all.back().before + all.back().elements; }
 
 }  // namespace
 

@@ -144,16 +144,16 @@ int64_t RowExchange::num_sent_to_others() const { return send_rows_.size(0) - se
 
 int64_t RowExchange::num_received_from_others() const { return num_received_ - receive_counts_[group_->rank()]; }
 
-at::Tensor RowExchange::travel(const std::string& step, const at::Tensor& rows, bool is_way_back) const {
-  return is_way_back ? exchange_rows(*group_, step, wire_, rows, receive_counts_, send_counts_)
-                     : exchange_rows(*group_, step, wire_, rows, send_counts_, receive_counts_);
+at::Tensor RowExchange::exchange(const std::string& step, const at::Tensor& rows, bool is_reverse) const {
+  return is_reverse ? exchange_rows(*group_, step, wire_, rows, receive_counts_, send_counts_)
+                    : exchange_rows(*group_, step, wire_, rows, send_counts_, receive_counts_);
 }
 
 std::vector<at::Tensor> RowExchange::send(const std::string& step, const std::vector<at::Tensor>& parts) const {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;  // autograd need not see parts of records as views
   const Records outgoing(parts, send_rows_.size(0));
   for (size_t i = 0; i < parts.size(); ++i) take_rows_into(parts[i], send_rows_, outgoing.part(i));
-  const Records incoming(parts, travel(step, outgoing.bytes(), false));
+  const Records incoming(parts, exchange(step, outgoing.bytes(), false));
   outgoing.release();
   std::vector<at::Tensor> received;
   for (size_t i = 0; i < parts.size(); ++i) received.push_back(incoming.part(i));
@@ -165,7 +165,7 @@ std::vector<at::Tensor> RowExchange::send_back(const std::string& step, const st
   const bool is_alone = parts.size() == 1;
   const Records outgoing = is_alone ? Records(parts, bytes_of(parts.front())) : Records(parts, num_received_);
   for (size_t i = 0; i < parts.size() && !is_alone; ++i) outgoing.part(i).copy_(parts[i]);
-  const Records answers(parts, travel(step, outgoing.bytes(), true));
+  const Records answers(parts, exchange(step, outgoing.bytes(), true));
   if (!is_alone) outgoing.release();
   std::vector<at::Tensor> sums;
   for (size_t i = 0; i < parts.size(); ++i) sums.push_back(sum_rows(answers.part(i), returns_, std::nullopt));

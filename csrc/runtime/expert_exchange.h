@@ -49,8 +49,8 @@ class RowExchange {
   std::vector<at::Tensor> send_back(const std::string& step, const std::vector<at::Tensor>& parts) const;
 
  private:
-  // Exchanges rows of bytes, in the direction of `send`, or of `send_back` if `is_way_back`.
-  at::Tensor travel(const std::string& step, const at::Tensor& rows, bool is_way_back) const;
+  // Exchanges rows of bytes, in the direction of `send`, or of `send_back` if `is_reverse`.
+  at::Tensor exchange(const std::string& step, const at::Tensor& rows, bool is_reverse) const;
 
   RankGroupPtr group_;
   c10::DeviceType wire_;

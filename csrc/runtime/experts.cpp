@@ -32,7 +32,7 @@ class ReplicaChoice {
         node_of_rank_(node_of_rank),
         rank_stamp_(num_ranks_, -1),
         node_stamp_(node_of_rank.empty() ? 0 : *std::max_element(node_of_rank.begin(), node_of_rank.end()) + 1, -1),
-        lacking_(num_ranks_, 0) {}
+        num_pending_(num_ranks_, 0) {}
 
   // Writes a code for each expert id of a token.
   void choose(int64_t token, std::span<const int64_t> expert_ids, std::span<int32_t> codes) {
@@ -100,18 +100,18 @@ class ReplicaChoice {
         for (const int32_t replica : placement_.replicas_of(expert_ids[j])) use(placement_.rank_of_replica()[replica]);
       }
     };
-    for_all([&](int rank) { ++lacking_[rank]; });
+    for_all([&](int rank) { ++num_pending_[rank]; });
     int best = -1;
     int64_t best_score = -1;
     for_all([&](int rank) {
       const bool is_near = !node_of_rank_.empty() && node_stamp_[node_of_rank_[rank]] == token_;
       const int64_t score =
-          (2 * lacking_[rank] + (is_near ? 1 : 0)) * num_ranks_ + num_ranks_ - 1 - distance(rank_ + token_, rank);
+          (2 * num_pending_[rank] + (is_near ? 1 : 0)) * num_ranks_ + num_ranks_ - 1 - distance(rank_ + token_, rank);
       if (score <= best_score) return;
       best_score = score;
       best = rank;
     });
-    for_all([&](int rank) { lacking_[rank] = 0; });
+    for_all([&](int rank) { num_pending_[rank] = 0; });
     return best;
   }
 
@@ -120,10 +120,10 @@ class ReplicaChoice {
   int num_ranks_;
   std::span<const int32_t> node_of_rank_;
   int64_t token_ = -1;
-  std::vector<int64_t> rank_stamp_;  // by rank: the last token that was sent there
-  std::vector<int64_t> node_stamp_;  // by node: the last token that was sent there
-  std::vector<int64_t> lacking_;     // by rank: the number of pending experts on it; all 0 between uses
-  std::vector<size_t> pending_;      // indices of the token's experts without a code
+  std::vector<int64_t> rank_stamp_;   // by rank: the last token that was sent there
+  std::vector<int64_t> node_stamp_;   // by node: the last token that was sent there
+  std::vector<int64_t> num_pending_;  // by rank: the number of pending experts on it; all 0 between uses
+  std::vector<size_t> pending_;       // indices of the token's experts without a code
 };
 
 // Throws UserError if an expert id is out of range.

@@ -19,10 +19,10 @@ using Clock = std::chrono::steady_clock;
 // The products under watch, and the thread that checks each one at its deadline.
 class Watch {
  public:
-  void add(c10::Event end, std::chrono::milliseconds timeout, std::function<std::string()> what) {
+  void add(c10::Event end, std::chrono::milliseconds timeout, std::function<std::string()> make_message) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    drop_those_that_ended();
-    products_.push_back({std::move(end), Clock::now() + timeout, timeout, std::move(what)});
+    remove_ended();
+    products_.push_back({std::move(end), Clock::now() + timeout, timeout, std::move(make_message)});
     if (!std::exchange(is_running_, true)) std::thread([this] { run(); }).detach();
     changed_.notify_one();
   }
@@ -31,8 +31,8 @@ class Watch {
   struct Product {
     c10::Event end;
     Clock::time_point deadline;
-    std::chrono::milliseconds timeout;  // for the message
-    std::function<std::string()> what;  // returns the message
+    std::chrono::milliseconds timeout;          // for the message
+    std::function<std::string()> make_message;  // returns the message
   };
 
   // True if the device has finished a product, or has failed.
@@ -44,7 +44,7 @@ class Watch {
     }
   }
 
-  void drop_those_that_ended() {
+  void remove_ended() {
     products_.remove_if([](const Product& product) { return has_ended(product); });
   }
 
@@ -68,7 +68,7 @@ class Watch {
   }
 
   [[noreturn]] static void end_process(const Product& product) {
-    std::cerr << product.what() << "\nIt was submitted " << product.timeout.count()
+    std::cerr << product.make_message() << "\nIt was submitted " << product.timeout.count()
               << " ms ago, which is the timeout of its group. The process ends, because the device would wait forever."
               << std::endl;
     std::abort();
@@ -82,9 +82,9 @@ class Watch {
 
 }  // namespace
 
-void watch_product(c10::Event end, std::chrono::milliseconds timeout, std::function<std::string()> what) {
+void watch_product(c10::Event end, std::chrono::milliseconds timeout, std::function<std::string()> make_message) {
   static auto* watch = new Watch;  // never destroyed: its thread may outlive statics
-  if (timeout.count() > 0) watch->add(std::move(end), timeout, std::move(what));
+  if (timeout.count() > 0) watch->add(std::move(end), timeout, std::move(make_message));
 }
 
 }  // namespace shardwright

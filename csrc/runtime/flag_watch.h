@@ -14,7 +14,7 @@
 namespace shardwright {
 
 // Checks a product once `timeout` has passed; a timeout of 0 means no check. `end`: an event recorded after the
-// product. `what`: returns the message for a product that has not ended; it is called at most once.
-void watch_product(c10::Event end, std::chrono::milliseconds timeout, std::function<std::string()> what);
+// product. `make_message`: returns the message for a product that has not ended; it is called at most once.
+void watch_product(c10::Event end, std::chrono::milliseconds timeout, std::function<std::string()> make_message);
 
 }  // namespace shardwright

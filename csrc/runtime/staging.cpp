@@ -65,7 +65,7 @@ class StagingCache {
 };
 
 // The cache of this process.
-StagingCache& shelf() {
+StagingCache& staging_cache() {
   static StagingCache* instance = new StagingCache;  // never destroyed: threads may still run at exit
   return *instance;
 }
@@ -76,7 +76,7 @@ at::Tensor take_staging(int64_t count, const at::TensorOptions& options) {
   const int64_t bytes = count * static_cast<int64_t>(options.dtype().itemsize());
   if (!options.device().is_cpu()) return at::empty({count}, options);
   if (bytes < kMinKeptBytes) return at::detail::empty_cpu({count}, options);
-  c10::Storage kept = shelf().take(bytes);
+  c10::Storage kept = staging_cache().take(bytes);
   if (kept) return at::empty({0}, options).set_(std::move(kept), 0, {count}, {1});
   at::Tensor fresh = at::empty({count}, options);
   prefer_huge_pages(fresh);
@@ -86,12 +86,12 @@ at::Tensor take_staging(int64_t count, const at::TensorOptions& options) {
 void give_staging(const at::Tensor& staging) {
   if (!staging.defined() || !staging.device().is_cpu()) return;
   const auto bytes = static_cast<int64_t>(staging.storage().nbytes());
-  if (bytes >= kMinKeptBytes && bytes <= kMaxKeptBytes) shelf().give(staging.storage());
+  if (bytes >= kMinKeptBytes && bytes <= kMaxKeptBytes) staging_cache().give(staging.storage());
 }
 
-int64_t kept_staging_bytes() { return shelf().total(); }
+int64_t kept_staging_bytes() { return staging_cache().total(); }
 
-void release_staging() { shelf().clear(); }
+void release_staging() { staging_cache().clear(); }
 
 void prefer_huge_pages(const at::Tensor& fresh) {
 #ifdef MADV_HUGEPAGE

@@ -330,22 +330,22 @@ void add_whole(Problem& problem, RandomPlacements& random, int64_t world) {
 void add_stack(Problem& problem, RandomPlacements& random, int64_t world) {
   const std::vector<int64_t> shape = random.shape(5);
   const int64_t height = random.pick(1, 3);
-  const bool is_way_back = random.pick(0, 1) == 1;
+  const bool unstacks = random.pick(0, 1) == 1;
   const auto dim = static_cast<int>(random.pick(0, static_cast<int64_t>(shape.size())));
   std::vector<int64_t> stacked = shape;
   stacked.insert(stacked.begin() + dim, height);
   const Placed stack = random.on_any_mesh(stacked, world);
-  const int whole = is_way_back ? problem.add_source(stack) : problem.add_destination(stack);
+  const int whole = unstacks ? problem.add_source(stack) : problem.add_destination(stack);
   for (int64_t i = 0; i < height; ++i) {
     const Placed placed = random.on_any_mesh(shape, world);
-    const int one = is_way_back ? problem.add_destination(placed) : problem.add_source(placed);
+    const int one = unstacks ? problem.add_destination(placed) : problem.add_source(placed);
     std::vector<MapAxis> axes;
     for (int d = 0; d < static_cast<int>(shape.size()); ++d) {
       const int in_stack = d < dim ? d : d + 1;
-      axes.push_back(is_way_back ? MapAxis{in_stack, d, 0, 0, shape[d]} : MapAxis{d, in_stack, 0, 0, shape[d]});
+      axes.push_back(unstacks ? MapAxis{in_stack, d, 0, 0, shape[d]} : MapAxis{d, in_stack, 0, 0, shape[d]});
     }
-    axes.push_back(is_way_back ? MapAxis{dim, MapAxis::kNoDim, i, 0, 1} : MapAxis{MapAxis::kNoDim, dim, 0, i, 1});
-    problem.batch.items.push_back({is_way_back ? whole : one, is_way_back ? one : whole, IndexMap(axes)});
+    axes.push_back(unstacks ? MapAxis{dim, MapAxis::kNoDim, i, 0, 1} : MapAxis{MapAxis::kNoDim, dim, 0, i, 1});
+    problem.batch.items.push_back({unstacks ? whole : one, unstacks ? one : whole, IndexMap(axes)});
   }
 }
 

@@ -106,7 +106,7 @@ struct Descriptors {
 // ------------------------------------------------------------------------------------------------- algorithms
 
 // Requests the best algorithm from cuBLASLt. Throws Unsupported if cuBLASLt has none.
-Algorithm ask_for_algorithm(const Device& device, const Problem& problem, const Descriptors& descriptors) {
+Algorithm request_algorithm(const Device& device, const Problem& problem, const Descriptors& descriptors) {
   cublasLtMatmulPreference_t handle = nullptr;
   check(cublasLtMatmulPreferenceCreate(&handle), "cublasLtMatmulPreferenceCreate", problem);
   const Preference preference(handle);
@@ -129,7 +129,7 @@ Algorithm ask_for_algorithm(const Device& device, const Problem& problem, const 
 
 // A cache of algorithms, because requesting an algorithm takes longer than launching it. An empty entry means that the
 // product has none. The cache is cleared when full, which costs little even in a job with that many kinds of products.
-class Kept {
+class AlgorithmCache {
  public:
   // Returns nothing if the problem is not cached.
   std::optional<std::optional<Algorithm>> find(const Problem& problem) {
@@ -151,16 +151,16 @@ class Kept {
   std::map<Problem, std::optional<Algorithm>> algorithms_;
 };
 
-Kept& kept() {
-  static Kept instance;
+AlgorithmCache& algorithm_cache() {
+  static AlgorithmCache instance;
   return instance;
 }
 
 // Like find_algorithm, with existing descriptors.
 std::optional<Algorithm> algorithm_for(const Device& device, const Problem& problem, const Descriptors& descriptors) {
-  if (const auto known = kept().find(problem)) return *known;
-  const Algorithm algorithm = ask_for_algorithm(device, problem, descriptors);
-  kept().put(problem, algorithm);
+  if (const auto known = algorithm_cache().find(problem)) return *known;
+  const Algorithm algorithm = request_algorithm(device, problem, descriptors);
+  algorithm_cache().put(problem, algorithm);
   return algorithm;
 }
 
@@ -181,10 +181,10 @@ void launch(const Device& device, const Problem& problem, const Pointers& pointe
 
 std::optional<Algorithm> find_algorithm(const Device& device, const Problem& problem, const Pointers& pointers) {
   try {
-    if (const auto known = kept().find(problem)) return *known;
+    if (const auto known = algorithm_cache().find(problem)) return *known;
     return algorithm_for(device, problem, Descriptors(problem, pointers));
   } catch (const Unsupported&) {
-    kept().put(problem, std::nullopt);
+    algorithm_cache().put(problem, std::nullopt);
     return std::nullopt;
   }
 }
@@ -198,7 +198,7 @@ bool multiply(const Device& device, const Problem& problem, const Pointers& poin
     launch(device, problem, pointers, descriptors, *algorithm, accumulates, workspace_of(*algorithm));
     return true;
   } catch (const Unsupported&) {
-    kept().put(problem, std::nullopt);
+    algorithm_cache().put(problem, std::nullopt);
     return false;
   }
 }
