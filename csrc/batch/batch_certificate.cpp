@@ -115,7 +115,7 @@ void bound_sent(const BatchPlan& plan, BatchCertificate& certificate) {
 }
 
 // The rounds in which items of a kind are sent, unsplit or in pieces.
-struct Travel {
+struct KindRounds {
   std::vector<uint64_t> unsplit_rounds;  // one bit per round, for unsplit items
   std::vector<ItemPiece> pieces;
 };
@@ -129,20 +129,20 @@ struct Flow {
 };
 
 // Returns the rounds of each kind.
-std::vector<Travel> travels_of(const BatchPlan& plan) {
-  std::vector<Travel> travels(plan.kinds().size());
-  for (Travel& travel : travels) travel.unsplit_rounds.resize((plan.num_rounds() + 63) / 64, 0);
+std::vector<KindRounds> rounds_by_kind(const BatchPlan& plan) {
+  std::vector<KindRounds> rounds_of_kinds(plan.kinds().size());
+  for (KindRounds& kind_rounds : rounds_of_kinds) kind_rounds.unsplit_rounds.resize((plan.num_rounds() + 63) / 64, 0);
   for (const int item : plan.order()) {
-    Travel& travel = travels[plan.kind_of(item)];
+    KindRounds& kind_rounds = rounds_of_kinds[plan.kind_of(item)];
     for (const ItemPiece& piece : plan.pieces(item)) {
       if (piece.begin == 0 && piece.end == ItemPiece::kWhole) {
-        travel.unsplit_rounds[piece.round / 64] |= uint64_t{1} << piece.round % 64;
+        kind_rounds.unsplit_rounds[piece.round / 64] |= uint64_t{1} << piece.round % 64;
       } else {
-        travel.pieces.push_back(piece);
+        kind_rounds.pieces.push_back(piece);
       }
     }
   }
-  return travels;
+  return rounds_of_kinds;
 }
 
 // Returns the flows of all kinds, by ascending receiver, then sender.
@@ -165,12 +165,12 @@ std::vector<Flow> flows_of(const BatchPlan& plan) {
 // Sets the fields of messages. If there are few flows, the rounds of all flows between two ranks are united; otherwise
 // every item's messages are counted separately, capped at one message per round from each other rank.
 void count_messages(const BatchPlan& plan, BatchCertificate& certificate) {
-  const std::vector<Travel> travels = travels_of(plan);
+  const std::vector<KindRounds> rounds_of_kinds = rounds_by_kind(plan);
   int64_t item_messages = 0;
   std::vector<int64_t> message_bounds(plan.ranks().size(), 0);
-  for (size_t k = 0; k < travels.size(); ++k) {
-    auto rounds = static_cast<int64_t>(travels[k].pieces.size());
-    for (const uint64_t word : travels[k].unsplit_rounds) rounds += std::popcount(word);
+  for (size_t k = 0; k < rounds_of_kinds.size(); ++k) {
+    auto rounds = static_cast<int64_t>(rounds_of_kinds[k].pieces.size());
+    for (const uint64_t word : rounds_of_kinds[k].unsplit_rounds) rounds += std::popcount(word);
     for (const ItemLoad& load : plan.kinds()[k].loads) {
       const Rank rank = plan.ranks()[load.rank];
       const int64_t received = plan.kinds()[k].exchange->messages_at_most(rank, Direction::kReceive);
@@ -194,9 +194,9 @@ void count_messages(const BatchPlan& plan, BatchCertificate& certificate) {
     rounds.assign((plan.num_rounds() + 63) / 64, 0);
     const Flow& first = flows[i];
     for (; i < flows.size() && flows[i].from == first.from && flows[i].to == first.to; ++i) {
-      const Travel& travel = travels[flows[i].kind];
-      for (size_t w = 0; w < rounds.size(); ++w) rounds[w] |= travel.unsplit_rounds[w];
-      for (const ItemPiece& piece : travel.pieces) {
+      const KindRounds& kind_rounds = rounds_of_kinds[flows[i].kind];
+      for (size_t w = 0; w < rounds.size(); ++w) rounds[w] |= kind_rounds.unsplit_rounds[w];
+      for (const ItemPiece& piece : kind_rounds.pieces) {
         const bool is_empty =
             ItemPiece::before(piece.begin, flows[i].elements) == ItemPiece::before(piece.end, flows[i].elements);
         if (!is_empty) rounds[piece.round / 64] |= uint64_t{1} << piece.round % 64;

@@ -21,12 +21,12 @@ namespace shardwright {
 // Returns true if elements are sent in the source's dtype and cast afterwards, false if they are cast to the
 // destination's dtype and then sent. Elements are sent in the smaller of the two dtypes; if both have one size, in the
 // destination's.
-inline bool travels_as_source(const Layout& src, const Layout& dst) {
+inline bool is_sent_as_source(const Layout& src, const Layout& dst) {
   return src.dtype().size_bytes() < dst.dtype().size_bytes();
 }
 // Returns the dtype in which elements are sent.
 inline DType wire_dtype(const Layout& src, const Layout& dst) {
-  return travels_as_source(src, dst) ? src.dtype() : dst.dtype();
+  return is_sent_as_source(src, dst) ? src.dtype() : dst.dtype();
 }
 
 using ExchangePtr = std::shared_ptr<const Exchange>;

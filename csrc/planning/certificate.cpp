@@ -106,7 +106,7 @@ std::string about_bytes(const Plan& plan, const Certificate& certificate) {
   const TrafficTotals& traffic = certificate.traffic;
   const std::string received =
       concat("the worst rank receives ", times_text(traffic.received_bytes_max, certificate.received.bytes_max),
-             reduces(plan) ? " an even share of what must travel" : " the bytes that it needs");
+             reduces(plan) ? " an even share of the bytes that must be sent" : " the bytes that it needs");
   if (best_traffic.received_bytes_max >= traffic.received_bytes_max) return received + "; no known plan receives less";
   return concat(received, ", in ", summary(plan, traffic), "; the plan with the fewest bytes (",
                 bytes_text(best_traffic.received_bytes_max), ") takes ", summary(best, best_traffic));
@@ -137,14 +137,14 @@ Certificate certify(const Plan& plan, const TrafficTotals& traffic, const Bound&
   certificate.predicted_ps = predicted_picoseconds(plan);
   certificate.replicas_are_bitwise_equal = keeps_replicas_equal(plan);
   certificate.received = received;
-  const int64_t must_travel = certificate.received.bytes_sum;
-  certificate.least_sent_bytes = (must_travel + plan.src.mesh().size() - 1) / plan.src.mesh().size();
+  const int64_t total_bytes = certificate.received.bytes_sum;
+  certificate.least_sent_bytes = (total_bytes + plan.src.mesh().size() - 1) / plan.src.mesh().size();
   if (crosses(plan)) {
     certificate.crossing = exchange_bound(plan.src, plan.dst, plan.topology.ranks_per_node);
     certificate.least_sent_bytes = certificate.crossing->any_sent_bytes_max;
   }
-  certificate.least_steps = must_travel > 0 ? 1 : 0;
-  if (must_travel > 0) {
+  certificate.least_steps = total_bytes > 0 ? 1 : 0;
+  if (total_bytes > 0) {
     // On one mesh, each message at most doubles the number of ranks whose data the receiver has, because all ranks of
     // a step receive at the same time. Between meshes some ranks may receive first and others later, so a chain of
     // ranks needs only one message each.
@@ -155,7 +155,7 @@ Certificate certify(const Plan& plan, const TrafficTotals& traffic, const Bound&
   // If nothing must be received, a plan may consist of a copy, or of no step at all.
   const int64_t copies =
       plan.steps.empty() ? 0 : scaled(plan.dst.largest_part_bytes(), plan.topology.memory_ps_per_kib);
-  certificate.least_ps = must_travel > 0 ? least_picoseconds(plan) : std::min(least_picoseconds(plan), copies);
+  certificate.least_ps = total_bytes > 0 ? least_picoseconds(plan) : std::min(least_picoseconds(plan), copies);
   return certificate;
 }
 
@@ -182,7 +182,7 @@ std::vector<std::string> remarks(const Plan& plan, const Certificate& certificat
              traffic.received_bytes_max <= certificate.received.bytes_max) {
     sentences.push_back(concat("all ranks together receive ",
                                times_text(traffic.received_bytes_sum, certificate.received.bytes_sum),
-                               " what must travel; the worst rank receives no more than its bound"));
+                               " the bytes that must be sent; the worst rank receives no more than its bound"));
   }
   const bool pends = !plan.src.partial_dims().empty() || !plan.dst.partial_dims().empty();
   if (certificate.crossing && !pends && traffic.sent_bytes_max > certificate.least_sent_bytes) {
@@ -190,7 +190,7 @@ std::vector<std::string> remarks(const Plan& plan, const Certificate& certificat
   } else if (traffic.sent_bytes_max > certificate.least_sent_bytes) {
     sentences.push_back(concat("the busiest rank sends ",
                                times_text(traffic.sent_bytes_max, certificate.least_sent_bytes),
-                               " an even share of what must travel"));
+                               " an even share of the bytes that must be sent"));
   }
   if (traffic.messages_max > certificate.least_messages) {
     sentences.push_back(concat(count_text(traffic.messages_max, "message"), "; the bound of ",

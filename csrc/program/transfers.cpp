@@ -237,18 +237,18 @@ void gather(ProgramBuilder& builder, TransferSet& set, const std::vector<OwnItem
 }  // namespace
 
 void exchange(ProgramBuilder& builder, TransferSet set, TransferMethod transfer_method, const std::vector<OwnItem>& own,
-              bool own_may_travel) {
+              bool may_send_own) {
   const int64_t me = builder.program().groups[set.group].index;
   const Staging staging{.is_one_run = transfer_method != TransferMethod::kMessages};
   const bool may_carry =
-      transfer_method == TransferMethod::kAllGather || (transfer_method == TransferMethod::kAllToAll && own_may_travel);
-  const bool own_travels = may_carry && carries_own(set, transfer_method, own, staging, me);
+      transfer_method == TransferMethod::kAllGather || (transfer_method == TransferMethod::kAllToAll && may_send_own);
+  const bool sends_own = may_carry && carries_own(set, transfer_method, own, staging, me);
   if (transfer_method == TransferMethod::kAllGather) return gather(builder, set, own, me);
   set.sends.choose_memory(builder, staging);
   set.receives.choose_memory(builder, staging);
   set.sends.copy(builder);
   const Ticket ticket = start(builder, set, transfer_method);
-  if (!own_travels) copy_own(builder, own);
+  if (!sends_own) copy_own(builder, own);
   builder.wait(ticket);
   set.receives.copy(builder);
 }

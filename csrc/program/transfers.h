@@ -139,10 +139,10 @@ struct OwnItem {
 Ticket start(ProgramBuilder& builder, const TransferSet& set, TransferMethod transfer_method);
 
 // Lowers a set from tensors to tensors: starts it, copies the elements that stay on this rank (`own`) meanwhile, waits
-// and unpacks. An all-to-all also sends the own part if `own_may_travel` and that saves packing. An all-gather always
+// and unpacks. An all-to-all also sends the own part if `may_send_own` and that saves packing. An all-gather always
 // does: it has one own item, sends the whole buffer `from`, and ignores the set's sends.
 void exchange(ProgramBuilder& builder, TransferSet set, TransferMethod transfer_method, const std::vector<OwnItem>& own,
-              bool own_may_travel);
+              bool may_send_own);
 
 // Starts a reduce-scatter among the members of a group. `contributions` has one part for each member, this rank
 // included, all in one run. The caller must call the returned function once: it waits, and writes the sum of the parts

@@ -295,7 +295,7 @@ TEST(Planner, UnevenGatherOverMergedDimsIsCorrect) {
   // PyTorch loses a row here.
   const Plan plan = plan_of({2, 2}, {5, 3}, "S(0),S(0)", "R,R");
   EXPECT_EQ(ops(plan), Names{"all_gather"});
-  EXPECT_EQ(simulate(plan).received_bytes_sum, (4 * 5 - 5) * 3 * 4) << "no padding travels";
+  EXPECT_EQ(simulate(plan).received_bytes_sum, (4 * 5 - 5) * 3 * 4) << "no padding is sent";
 }
 
 // Returns the minimum that the worst rank must send, counted element by element. The ranks that hold an element can

@@ -39,7 +39,7 @@ struct Move {
 };
 
 // Compiles all moves as one set, for the rank at a position; ranks equal positions.
-Program program_of(const std::vector<Move>& moves, TransferMethod transfer_method, bool own_may_travel,
+Program program_of(const std::vector<Move>& moves, TransferMethod transfer_method, bool may_send_own,
                    int64_t position) {
   const MeshPtr mesh = moves[0].before.mesh_ptr();
   ProgramBuilder b(DType::kFloat32, Lowering::kGloo, false, Rank{position});
@@ -67,7 +67,7 @@ Program program_of(const std::vector<Move>& moves, TransferMethod transfer_metho
     set.sends.add(peer, std::move(sent));
     set.receives.add(peer, std::move(received));
   }
-  exchange(b, std::move(set), transfer_method, own, own_may_travel);
+  exchange(b, std::move(set), transfer_method, own, may_send_own);
   return b.program();
 }
 
@@ -78,11 +78,11 @@ TEST(Transfers, OfSeveralTensorsShareMessages) {
                                   {layout_on(mesh, {4, 6}, {"S(1)"}), layout_on(mesh, {4, 6}, {"R"})},
                                   {layout_on(mesh, {8, 3}, {"S(0)"}), layout_on(mesh, {8, 3}, {"S(0)"})}};
     for (const TransferMethod transfer_method : {TransferMethod::kAllToAll, TransferMethod::kMessages}) {
-      for (const bool own_may_travel : {false, true}) {
+      for (const bool may_send_own : {false, true}) {
         std::vector<Program> programs;
         Machine machine;
         for (int64_t p = 0; p < ranks; ++p) {
-          programs.push_back(program_of(moves, transfer_method, own_may_travel, p));
+          programs.push_back(program_of(moves, transfer_method, may_send_own, p));
           std::vector<Machine::Payload> inputs;
           for (size_t t = 0; t < moves.size(); ++t) inputs.push_back(numbers(moves[t].before, p, 1000.0 * t));
           machine.add(Rank{p}, programs.back(), inputs);
