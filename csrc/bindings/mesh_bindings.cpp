@@ -69,7 +69,7 @@ void define_mesh(py::module_& m) {
           [](const Mesh& mesh, const Typed<int64_t>& rank) -> std::optional<std::vector<int64_t>> {
             const auto position = mesh.position_of(rank_of(rank));
             if (!position) return std::nullopt;
-            return mesh.coordinate(*position);
+            return mesh.coordinates(*position);
           },
           py::arg("rank"), "Returns a rank's coordinate; None if the rank is not on the mesh.")
       .def(

@@ -44,7 +44,7 @@ AxisGrid grid_of(const Layout& layout, MeshDimSet kept, int flattened_dims) {
     const Mesh& mesh = layout.mesh();
     std::map<int64_t, IntervalList> lists;
     for (int64_t p = 0; p < mesh.size(); ++p) {
-      const auto [found, is_new] = lists.try_emplace(mesh.coordinate(p, axis.mesh_dims));
+      const auto [found, is_new] = lists.try_emplace(mesh.coordinate_index(p, axis.mesh_dims));
       if (!is_new) continue;
       std::vector<IntervalList> parts;
       for (int u = t; u < end; ++u) parts.push_back(part_at(mesh, layout.shape()[u], layout.cuts(u), p));
@@ -56,7 +56,7 @@ AxisGrid grid_of(const Layout& layout, MeshDimSet kept, int flattened_dims) {
   }
   for (int64_t p = 0; p < layout.mesh().size(); ++p) {
     std::vector<int64_t> shards;
-    for (const AxisGrid::Axis& axis : grid.axes) shards.push_back(layout.mesh().coordinate(p, axis.mesh_dims));
+    for (const AxisGrid::Axis& axis : grid.axes) shards.push_back(layout.mesh().coordinate_index(p, axis.mesh_dims));
     grid.shards.push_back(std::move(shards));
   }
   return grid;

@@ -76,9 +76,10 @@ class Bounds {
       std::set<int64_t> pending;
       std::set<int64_t> replicas_of_cell;
       for (const RankParts* parts : ranks) {
-        pending.insert(src_layout_.mesh().coordinate(parts->src_position, src_layout_.partial_dims().to_vector()));
+        pending.insert(
+            src_layout_.mesh().coordinate_index(parts->src_position, src_layout_.partial_dims().to_vector()));
         replicas_of_cell.insert(
-            dst_layout_.mesh().coordinate(parts->dst_position, dst_layout_.replicated_dims().to_vector()));
+            dst_layout_.mesh().coordinate_index(parts->dst_position, dst_layout_.replicated_dims().to_vector()));
       }
       // A rank in both sets saves one transfer: it has one contribution, and is one replica. Without pending
       // reductions, every replica that holds the value saves one.

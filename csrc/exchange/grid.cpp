@@ -16,7 +16,7 @@ int64_t sizes_of(const Mesh& mesh, const std::vector<int>& mesh_dims) {
   return size;
 }
 
-// Returns the position with these coordinates, and 0 on the other mesh dims: the inverse of Mesh::coordinate.
+// Returns the position with these coordinates, and 0 on the other mesh dims: the inverse of Mesh::coordinate_index.
 int64_t offset_of(const Mesh& mesh, const std::vector<int>& mesh_dims, int64_t index) {
   int64_t offset = 0;
   for (size_t i = mesh_dims.size(); i-- > 0;) {
@@ -78,8 +78,8 @@ void Grid::number_parts() {
   part_replicas_.reserve(mesh_->size());
   std::vector<int64_t> shards(lists_.size());
   for (int64_t p = 0; p < mesh_->size(); ++p) {
-    for (size_t t = 0; t < shards.size(); ++t) shards[t] = mesh_->coordinate(p, cutting_[t]);
-    const PartReplica part_replica{part_of(shards), mesh_->coordinate(p, replicating_)};
+    for (size_t t = 0; t < shards.size(); ++t) shards[t] = mesh_->coordinate_index(p, cutting_[t]);
+    const PartReplica part_replica{part_of(shards), mesh_->coordinate_index(p, replicating_)};
     std::copy(shards.begin(), shards.end(), shards_.begin() + part_replica.part * static_cast<int64_t>(shards.size()));
     part_replicas_.push_back(part_replica);
   }

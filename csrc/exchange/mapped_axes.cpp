@@ -296,7 +296,7 @@ AxisGrid::Axis axis_of(const Group& group, const SideOfItem& from) {
     for (const Cut& cut : layout.cuts(dim.index)) axis.mesh_dims.push_back(cut.mesh_dim);
   }
   std::map<int64_t, int64_t> positions;  // by shard: the first position that has it
-  for (int64_t p = 0; p < mesh.size(); ++p) positions.try_emplace(mesh.coordinate(p, axis.mesh_dims), p);
+  for (int64_t p = 0; p < mesh.size(); ++p) positions.try_emplace(mesh.coordinate_index(p, axis.mesh_dims), p);
   for (const auto& [shard, position] : positions) {
     LocalAxis local;
     std::vector<IntervalList> lists;
@@ -322,7 +322,7 @@ AxisGrid grid_of(const SideOfItem& from, const std::vector<Group>& groups) {
   for (const Group& group : groups) {
     grid.axes.push_back(axis_of(group, from));
     for (int64_t p = 0; p < mesh.size(); ++p) {
-      grid.shards[p].push_back(mesh.coordinate(p, grid.axes.back().mesh_dims));
+      grid.shards[p].push_back(mesh.coordinate_index(p, grid.axes.back().mesh_dims));
     }
   }
   return grid;

@@ -366,13 +366,13 @@ std::map<int64_t, int64_t> MeshExchange::lengths(const Layout& layout, int tenso
 // in every tensor dim, or if all hold none.
 bool MeshExchange::hold_equally(int64_t position) const {
   const Layout& layout = before_;
-  bool all_alike = true;
+  bool all_equal = true;
   for (int t = 0; t < layout.ndim(); ++t) {
     const std::map<int64_t, int64_t> held = lengths(layout, t, position);
     if (held.rbegin()->first == 0) return true;
-    all_alike = all_alike && held.size() == 1;
+    all_equal = all_equal && held.size() == 1;
   }
-  return all_alike;
+  return all_equal;
 }
 
 // Multiplies the counts of members by length, tensor dim by tensor dim.

@@ -89,7 +89,7 @@ std::optional<Position> Mesh::position_of(Rank rank) const {
   return found == position_of_rank_.end() ? std::nullopt : std::optional<Position>(found->second);
 }
 
-std::vector<int64_t> Mesh::coordinate(int64_t position) const {
+std::vector<int64_t> Mesh::coordinates(int64_t position) const {
   std::vector<int64_t> coordinates(ndim());
   for (int d = 0; d < ndim(); ++d) coordinates[d] = coordinate(position, d);
   return coordinates;

@@ -74,13 +74,14 @@ class Mesh {
   std::optional<Position> position_of(Rank rank) const;
 
   // Returns the coordinates of a position, one per mesh dim.
-  std::vector<int64_t> coordinate(int64_t position) const;
+  std::vector<int64_t> coordinates(int64_t position) const;
   // Returns the coordinates on `mesh_dims`, in the given order, as one row-major index: the last dim varies fastest.
-  int64_t coordinate(int64_t position, const std::vector<int>& mesh_dims) const {
+  int64_t coordinate_index(int64_t position, const std::vector<int>& mesh_dims) const {
     int64_t index = 0;
     for (const int d : mesh_dims) index = index * dim_sizes_[d] + coordinate(position, d);
     return index;
   }
+  // Returns the coordinate on one mesh dim.
   int64_t coordinate(int64_t position, int mesh_dim) const {
     return position / strides_[mesh_dim] % dim_sizes_[mesh_dim];
   }

@@ -66,22 +66,22 @@ struct Distance {
   int64_t rhs_scale = 0;
 };
 
-bool is_alike(const Matrix& a, const Matrix& b) {
+bool is_equal(const Matrix& a, const Matrix& b) {
   return a.buffer == b.buffer && a.row_stride == b.row_stride && a.column_stride == b.column_stride;
 }
 
-bool is_alike(const std::optional<Scale>& a, const std::optional<Scale>& b) {
+bool is_equal(const std::optional<Scale>& a, const std::optional<Scale>& b) {
   return a.has_value() == b.has_value() && (!a || (a->buffer == b->buffer && a->stride == b->stride));
 }
 
 // Returns nullopt if the products differ in buffers, strides, k, bias or scales, or if `b` has a batch.
 std::optional<Distance> distance_between(const Gemm& a, const Gemm& b) {
-  if (!is_alike(a.lhs, b.lhs) || !is_alike(a.rhs, b.rhs) || !is_alike(a.dst, b.dst)) return std::nullopt;
+  if (!is_equal(a.lhs, b.lhs) || !is_equal(a.rhs, b.rhs) || !is_equal(a.dst, b.dst)) return std::nullopt;
   if (a.accumulates != b.accumulates || a.bias.has_value() != b.bias.has_value() || a.k != b.k || b.count != 1) {
     return std::nullopt;
   }
-  if (a.bias && !is_alike(*a.bias, *b.bias)) return std::nullopt;
-  if (!is_alike(a.lhs_scale, b.lhs_scale) || !is_alike(a.rhs_scale, b.rhs_scale)) return std::nullopt;
+  if (a.bias && !is_equal(*a.bias, *b.bias)) return std::nullopt;
+  if (!is_equal(a.lhs_scale, b.lhs_scale) || !is_equal(a.rhs_scale, b.rhs_scale)) return std::nullopt;
   return Distance{b.lhs.offset - a.lhs.offset,
                   b.rhs.offset - a.rhs.offset,
                   b.dst.offset - a.dst.offset,

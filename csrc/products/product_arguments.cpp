@@ -182,8 +182,8 @@ class ProblemMaker {
     const bool fits = weight.shape.size() == 2 && (weight.shape[k_dim()] == x.shape.back() || k_is_cut);
     check_user(fits, weight.name, " must have shape (", is_linear() ? "out_features, " : "", x.shape.back(),
                is_linear() ? ")" : ", n)", " for x of shape ", tuple_text(x.shape), ", got ", tuple_text(weight.shape));
-    const bool is_alike = weight.dtype == x.dtype || scaled_by_ != ScaledBy::kNothing;
-    check_user(is_alike && weight.device == x.device, weight.name, " must be ", text(x.dtype), " on ", x.device,
+    const bool has_dtype = weight.dtype == x.dtype || scaled_by_ != ScaledBy::kNothing;
+    check_user(has_dtype && weight.device == x.device, weight.name, " must be ", text(x.dtype), " on ", x.device,
                ", like x, got ", text(weight.dtype), " on ", weight.device);
   }
 

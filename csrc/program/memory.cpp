@@ -163,7 +163,7 @@ ProgramMemory::MaxPeaks ProgramMemory::max_peak_bytes_by_step(int64_t max_ranks)
         if (std::find(known.begin(), known.end(), *traffic) != known.end()) continue;
         known.push_back(*traffic);
       }
-      if (steps_[i]->is_like_an_earlier_one(rank)) continue;
+      if (steps_[i]->repeats_a_rank(rank)) continue;
       peak = std::max(peak, peak_of_step(i, rank));
     }
     maxima.bytes.push_back(peak);

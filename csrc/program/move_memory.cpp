@@ -56,7 +56,7 @@ class MoveMemory : public StepMemory {
 
   // A rank's memory in an exchange by messages depends only on its profile: the number, lengths and contiguity of its
   // messages.
-  bool is_like_an_earlier_one(Rank rank) override {
+  bool repeats_a_rank(Rank rank) override {
     const bool exchanges =
         step_.op == StepOp::kAllToAll || step_.op == StepOp::kPermute || step_.op == StepOp::kExchange;
     if (!exchanges || exchange_.is_regular()) return false;

@@ -20,7 +20,7 @@ class StepMemory {
 
   // Returns true if the rank needs the same memory in this step as the rank of an earlier call. Must return false for
   // steps of several rounds, whose peak also depends on the next step.
-  virtual bool is_like_an_earlier_one(Rank /*rank*/) { return false; }
+  virtual bool repeats_a_rank(Rank /*rank*/) { return false; }
 
   // Emits the instructions of a rank that takes part in the step. `current` and `next` are the buffers before and after
   // the step.

@@ -71,8 +71,8 @@ at::Tensor choose_replicas_on_device(const DevicePlacement& placement, const at:
   if (!placement.has_copies) return code_on.squeeze(2).to(at::kInt);
   const at::Tensor rank_numbers = numbers(ranks, longs(expert_ids.device()));
   const at::Tensor is_held = code_on.gt(0);
-  const at::Tensor num_holders = is_held.sum(2);
-  const at::Tensor is_single = num_holders.eq(1);
+  const at::Tensor num_replicas = is_held.sum(2);
+  const at::Tensor is_single = num_replicas.eq(1);
   at::Tensor codes = at::where(is_single, code_on.sum(2), at::zeros({}, code_on.options()));
   // True for ranks that the token is sent to anyway. Of these, the first in cyclic order from this rank on is
   // preferred.

@@ -61,7 +61,7 @@ std::array<CaptureQuery, c10::COMPILE_TIME_MAX_DEVICE_TYPES>& capture_queries() 
 
 // True if a graph is being captured on the current stream of a device of this type. Skips devices without a context,
 // because a query would create one.
-bool is_capturing_on_any(c10::DeviceType type) {
+bool is_capturing_any_device(c10::DeviceType type) {
   const auto& hooks = at::globalContext().getAcceleratorHooksInterface(type);
   const c10::DeviceIndex count = c10::impl::VirtualGuardImpl(type).deviceCount();
   for (c10::DeviceIndex index = 0; index < count; ++index) {
@@ -126,7 +126,7 @@ bool is_capturing(c10::Stream stream) {
 
 bool is_capturing(c10::Device device) {
   if (device.is_cpu()) return false;
-  return device.has_index() ? is_capturing(current_stream(device)) : is_capturing_on_any(device.type());
+  return device.has_index() ? is_capturing(current_stream(device)) : is_capturing_any_device(device.type());
 }
 
 bool register_capture_query(c10::DeviceType device, CaptureQuery query) {

@@ -179,7 +179,7 @@ class Fit {
         conflicts.to_split.push_back(held_.mesh_dims[x]);
       }
       if (depending.size() == 1) cut_of_[x] = static_cast<int>(depending[0]);
-      if (depending.empty() && is_same_at_all(held_.mesh_dims[x])) cut_of_[x] = kNothing;
+      if (depending.empty() && is_replicated(held_.mesh_dims[x])) cut_of_[x] = kNothing;
     }
     if (!conflicts.to_split.empty()) return conflicts;
     std::vector<std::vector<Cut>> cuts;
@@ -223,7 +223,7 @@ class Fit {
   }
 
   // Returns true if ranks that differ only in this mesh dim hold the same elements.
-  bool is_same_at_all(int mesh_dim) const {
+  bool is_replicated(int mesh_dim) const {
     bool is_same = true;
     for_each_neighbors(
         mesh_dim, [&](const std::optional<Parts>& a, const std::optional<Parts>& b) { is_same = is_same && a == b; });
