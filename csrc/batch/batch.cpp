@@ -52,10 +52,10 @@ void Batch::check() const {
   for (size_t i = 0; i < items.size(); ++i) {
     const BatchItem& item = items[i];
     check_user(item.source >= 0 && item.source < static_cast<int64_t>(sources.size()), "source of item ", i,
-               " must be ", InRange{0, static_cast<int64_t>(sources.size()) - 1}, ", got ", item.source);
+               " must be ", IndexInRange{std::ssize(sources), "sources"}, ", got ", item.source);
     check_user(item.destination >= 0 && item.destination < static_cast<int64_t>(destinations.size()),
-               "destination of item ", i, " must be ", InRange{0, static_cast<int64_t>(destinations.size()) - 1},
-               ", got ", item.destination);
+               "destination of item ", i, " must be ", IndexInRange{std::ssize(destinations), "destinations"}, ", got ",
+               item.destination);
     item.map.check(sources[item.source].tensor_shape(), destinations[item.destination].tensor_shape(),
                    concat("item ", i));
     const int64_t item_bytes = wire_dtype(sources[item.source], destinations[item.destination]).size_bytes();
@@ -152,14 +152,14 @@ Batch Batch::from_bytes(std::string_view bytes) {
   check_argument(words.size() % 3 == 0, "batch: number of integers of the items", "a multiple of 3", words.size());
   for (size_t i = 0; i < words.size(); i += 3) {
     // Returns words[j], checked to be an index below `count`.
-    const auto checked_index = [&](size_t j, size_t count, const char* what) {
-      check_user(words[j] >= 0 && words[j] < static_cast<int64_t>(count), "batch: ", what, " of an item must be ",
-                 InRange{0, static_cast<int64_t>(count) - 1}, ", got ", words[j]);
+    const auto checked_index = [&](size_t j, int64_t count, const char* name, const char* all) {
+      check_user(words[j] >= 0 && words[j] < count, "batch: ", name, " of an item must be ", IndexInRange{count, all},
+                 ", got ", words[j]);
       return static_cast<int>(words[j]);
     };
-    batch.items.push_back({checked_index(i, batch.sources.size(), "source"),
-                           checked_index(i + 1, batch.destinations.size(), "destination"),
-                           maps[checked_index(i + 2, maps.size(), "map")]});
+    batch.items.push_back({checked_index(i, std::ssize(batch.sources), "source", "sources"),
+                           checked_index(i + 1, std::ssize(batch.destinations), "destination", "destinations"),
+                           maps[checked_index(i + 2, std::ssize(maps), "map", "maps")]});
   }
   batch.check();
   return batch;

@@ -58,7 +58,7 @@ inline int64_t integer(const py::handle& handle, const char* argument, const cha
   }
   int overflow = 0;
   const int64_t value = PyLong_AsLongLongAndOverflow(index.ptr(), &overflow);
-  if (overflow != 0) throw UserError(concat(prefix, argument, " must be an integer of 64 bits, got ", shown(index)));
+  if (overflow != 0) throw UserError(concat(prefix, argument, " must be a 64-bit integer, got ", shown(index)));
   return value;
 }
 

@@ -48,7 +48,7 @@ Batch batch_of(const std::vector<std::shared_ptr<Layout>>& sources,
       batch.items.push_back({source, destination, IndexMap(std::move(map_axes))});
     } else {
       check_user(source >= 0 && source < static_cast<int64_t>(sources.size()), "source of item ", batch.items.size(),
-                 " must be ", InRange{0, static_cast<int64_t>(sources.size()) - 1}, ", got ", source);
+                 " must be ", IndexInRange{std::ssize(sources), "sources"}, ", got ", source);
       batch.items.push_back({source, destination, IndexMap::identity(sources[source]->tensor_shape())});
     }
   }

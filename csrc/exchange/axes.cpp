@@ -18,7 +18,7 @@ IntervalList flattened(const std::vector<IntervalList>& lists, const std::vector
     std::optional<IntervalList> finer = product_of(all, lists[t], sizes[t], CutRule::kMaxRuns);
     check_user(finer.has_value(),
                "placements: number of runs in a part of the flattened dims must be at most 2^20 (a repeating "
-               "block counts once), got more");
+               "block counts once), got more. Shard fewer of these dims, or in larger blocks");
     all = std::move(*finer);
   }
   return all;

@@ -100,7 +100,8 @@ std::optional<ShardOrder> decode_order(const Mesh& mesh, const std::vector<Place
 // Throws UserError unless the order lists exactly the mesh dims that cut each of its tensor dims.
 void check_order(const Mesh& mesh, const std::vector<Placement>& placements, int ndim, const ShardOrder& order) {
   for (const auto& [tensor_dim, mesh_dims] : order) {
-    check_argument(tensor_dim >= 0 && tensor_dim < ndim, "shard_order: tensor dim", InRange{0, ndim - 1}, tensor_dim);
+    check_argument(tensor_dim >= 0 && tensor_dim < ndim, "shard_order: tensor dim", IndexInRange{ndim, "tensor dims"},
+                   tensor_dim);
     std::vector<int> expected;
     for (int d = 0; d < mesh.ndim(); ++d) {
       if (placements[d].is_shard_like() && placements[d].dim == tensor_dim) expected.push_back(d);

@@ -254,9 +254,9 @@ void check_segments(const Plan& plan) {
              " segments of tensor dim ", tensor_dim);
   check_user(count >= 1 && count <= kMaxSegments, "plan: segments must be ", InRange{1, kMaxSegments}, ", got ", count,
              " segments of tensor dim ", tensor_dim);
-  const int64_t last_dim = count == 1 ? 0 : plan.src.ndim() - 1;
-  check_user(tensor_dim >= 0 && tensor_dim <= last_dim, "plan: tensor dim of ", count, " segments must be ",
-             InRange{0, last_dim}, ", got ", tensor_dim);
+  const int64_t num_dims = count == 1 ? 1 : plan.src.ndim();
+  check_user(tensor_dim >= 0 && tensor_dim < num_dims, "plan: tensor dim of ", count, " segments must be ",
+             IndexInRange{num_dims, "tensor dims"}, ", got ", tensor_dim);
   check_user(may_go_in(plan, plan.segments),
              "plan: segments must divide the length of each range of each shard, or be ", "at most ",
              kMaxNonUniformSegments, " on at most ", kMaxRanksInNonUniformSegments, " ranks, got ", count,

@@ -30,7 +30,7 @@ class Chunking {
       const ChunkedWeight& chunked = chunked_weights_[f];
       const auto num_weights = static_cast<int64_t>(weights_.size());
       check_user(0 <= chunked.weight && chunked.weight < num_weights, "weight of chunked_weights[", f, "] must be ",
-                 InRange{0, num_weights - 1}, ", got ", chunked.weight);
+                 IndexInRange{num_weights, "weights"}, ", got ", chunked.weight);
       check_user(chunked.num_chunks >= 1, "num_chunks of chunked_weights[", f, "] must be at least 1, got ",
                  chunked.num_chunks);
       check_user(chunked.chunk_bytes >= 0, "chunk_bytes of chunked_weights[", f, "] must be at least 0, got ",

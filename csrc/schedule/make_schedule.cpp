@@ -43,7 +43,7 @@ void check(const std::vector<Weight>& weights, const std::vector<Use>& uses, con
     for (const std::vector<int>* named : {&uses[i].weights, &uses[i].gradients}) {
       for (const int w : *named) {
         check_user(0 <= w && w < static_cast<int>(weights.size()), "weight indices of uses[", i, "] must be ",
-                   InRange{0, static_cast<int64_t>(weights.size()) - 1}, ", got ", w);
+                   IndexInRange{std::ssize(weights), "weights"}, ", got ", w);
       }
       if (std::set<int>(named->begin(), named->end()).size() != named->size()) {
         throw UserError(concat("weight indices of uses[", i, "] must be distinct, got ", join(*named)));

@@ -182,7 +182,8 @@ Plan plan_through(const std::vector<Layout>& layouts, const PlanOptions& options
     std::optional<Step> step = move_between(layouts[i], layouts[i + 1], options.groups);
     if (!step.has_value()) {
       throw UserError(concat("through: neighbors must be at most one move apart, got ", layouts[i].placements_string(),
-                             " -> ", layouts[i + 1].placements_string(), " on ", layouts[i].mesh()));
+                             " -> ", layouts[i + 1].placements_string(), " on ", layouts[i].mesh(),
+                             "; add a layout between them"));
     }
     step->ordered = options.ordered && (step->op == StepOp::kAllReduce || step->op == StepOp::kReduceScatter);
     plan.steps.push_back(named_by_collective(std::move(*step)));

@@ -87,6 +87,17 @@ struct InRange {
   std::string to_string() const { return concat("in [", low, ", ", high, "]"); }
 };
 
+// The allowed indices of a list of `count` items. Its text is "in [0, 3]", or with 0 items "left out, because there are
+// no weights".
+struct IndexInRange {
+  int64_t count;
+  const char* items;
+
+  std::string to_string() const {
+    return count > 0 ? InRange{0, count - 1}.to_string() : concat("left out, because there are no ", items);
+  }
+};
+
 template <typename... Parts>
 void check_invariant(bool ok, const Parts&... parts) {
   if (!ok) throw InvariantError(concat("shardwright broke an invariant: ", parts...));

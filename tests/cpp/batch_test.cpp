@@ -771,6 +771,8 @@ TEST(Batch, ErrorsNameTheItemAndTheAllowedValues) {
   small.buckets = 1;
   small.items[0].source = 1;
   expect(small, "source of item 0 must be in [0, 0], got 1");
+  small.sources.clear();
+  expect(small, "source of item 0 must be left out, because there are no sources, got 1");
 }
 
 }  // namespace

@@ -16,7 +16,7 @@ MAX_RANKS = 1 << 20  # maximum number of ranks in a mesh
 def parse_integer(text: str, where: str) -> int:
     """Parses an integer of at most 19 digits. Errors begin with `where`."""
     if not re.fullmatch(r"[+-]?[0-9]{1,19}", text.strip()):
-        raise argument_error(where, "an integer of 64 bits", repr(text))
+        raise argument_error(where, "a 64-bit integer", repr(text))
     return int(text)
 
 

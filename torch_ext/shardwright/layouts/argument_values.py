@@ -245,7 +245,7 @@ def integer(given: Any, argument: str) -> int:
     except TypeError:
         raise argument_error(argument, "an integer", _shown(given)) from None
     if not -(1 << 63) <= value < 1 << 63:
-        raise argument_error(argument, "an integer of 64 bits", value)
+        raise argument_error(argument, "a 64-bit integer", value)
     return value
 
 
