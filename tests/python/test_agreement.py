@@ -31,7 +31,7 @@ def test_report_lists_differing_fields() -> None:
 
 
 def test_report_lists_refused_arguments() -> None:
-    fits, refusing = Statement("move", {"size": 4}, {"x": None}), Statement("move", refusals={"x": "is None"})
+    fits, refusing = Statement("move", {"size": 4}, {"x": None}), Statement("move", errors={"x": "is None"})
     head = "shardwright: move: on ranks [1] the arguments are not allowed, nothing was sent (here)"
     assert _error(fits, refusing) == [head, "  x: is None on ranks [1]"]
     assert _error(refusing, refusing)[1:] == ["  x: is None on ranks [0, 1]"]

@@ -28,16 +28,16 @@ def _run(inputs: list[torch.Tensor], text: str, groups: Sequence[str], rank: int
 
 def _compare(executable: _runtime.Executable, inputs: list[torch.Tensor]) -> None:
     """Raises on all ranks, in the debug mode, if ranks run different attentions or an input has a wrong shape."""
-    refusals = {}
+    errors = {}
     for name, tensor, shape in zip(("q", "k"), inputs, executable.input_shapes, strict=False):
         text = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
         expected = f"{executable.signature['dtype']}{shape}"
         if text != expected:
-            refusals[name] = f"must be {expected}, got {text}"
+            errors[name] = f"must be {expected}, got {text}"
     names = executable.group_names
     group = distributed_c10d._resolve_process_group(names[0]) if names else None
     ranks, rank = executable.mesh_ranks, executable.rank
-    checking.compare_calls(Statement("attention", executable.signature, refusals), ranks, rank, group=group)
+    checking.compare_calls(Statement("attention", executable.signature, errors), ranks, rank, group=group)
 
 
 @torch.library.custom_op(

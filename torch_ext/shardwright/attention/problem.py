@@ -165,14 +165,14 @@ def _call_with(planned: Planned, tensors: Sequence[torch.Tensor]) -> Call:
     """Returns the operators' arguments for a mask of this dtype and shape. Groups are the same for all masks."""
     q, mask = tensors[0], tensors[3]
     check_mask(q, mask)
-    form = _form_of(mask)
-    if form not in planned.by_mask:
-        attention = planned.attention.with_mask(form)
-        planned.by_mask[form] = (attention.to_text(False), attention.to_text(True), *planned.call[2:])
-    return planned.by_mask[form]
+    spec = _spec_of(mask)
+    if spec not in planned.by_mask:
+        attention = planned.attention.with_mask(spec)
+        planned.by_mask[spec] = (attention.to_text(False), attention.to_text(True), *planned.call[2:])
+    return planned.by_mask[spec]
 
 
-def _form_of(mask: torch.Tensor) -> Any:
+def _spec_of(mask: torch.Tensor) -> Any:
     """Returns dtype and shape of a mask tensor."""
     return argument_values.dtype_text(mask.dtype), tuple(mask.shape)
 
@@ -224,7 +224,7 @@ def _problem(options: Options, tensors: Sequence[torch.Tensor], where: _Shards, 
         is_causal=options.is_causal,
         window=options.window,
         documents=list(options.documents),
-        mask=_form_of(tensors[3]) if tensors[3:] else None,
+        mask=_spec_of(tensors[3]) if tensors[3:] else None,
         scale=1 / math.sqrt(max(depth, 1)) if options.scale is None else options.scale,
         chunks=options.chunks,
         lowering=executables.lowering(kind, where.group) if is_shared else _planner.Lowering.of_device(kind),
@@ -314,7 +314,7 @@ def check_tensors(options: Options, tensors: Sequence[torch.Tensor]) -> None:
             raise argument_error(name, f"{q.dtype} on {q.device}, as q", f"{tensor.dtype} on {tensor.device}")
         if isinstance(tensor, DTensor) and tensor.device_mesh != q.device_mesh:
             raise argument_error(name, f"on {q.device_mesh}, as q", tensor.device_mesh)
-        if isinstance(tensor, DTensor) and _but_sequence(tensor) != _but_sequence(q):
+        if isinstance(tensor, DTensor) and _placements_except_sequence(tensor) != _placements_except_sequence(q):
             raise argument_error(name, f"placed like q, {q.placements}", tensor.placements)
     if q.device.type == "cuda" and q.dtype == torch.float64:
         raise argument_error("q", "float32, bfloat16 or float16 on CUDA", q.dtype)
@@ -343,7 +343,7 @@ def check_mask(q: torch.Tensor, mask: torch.Tensor) -> None:
         raise argument_error("mask", f"of 1 or {rows} rows, one for each of this rank's q", mask.shape[2])
 
 
-def _but_sequence(tensor: DTensor) -> list[Any]:
+def _placements_except_sequence(tensor: DTensor) -> list[Any]:
     """Returns the placements, with None for those that shard the sequence or replicate."""
     dims = sequence_dims(tensor)
     return [None if p.is_replicate() or d in dims else p for d, p in enumerate(tensor.placements)]

@@ -56,17 +56,17 @@ class Ranks:
             if self._bar is not None:
                 self._bar.advance()
 
-    def slowest(self, turns: list[list[float]], quantile: float) -> list[float]:
+    def slowest(self, seconds_by_round: list[list[float]], quantile: float) -> list[float]:
         """Returns the seconds of each measured call: a low quantile over rounds of the time on the slowest rank.
 
         Args:
-            turns: turns[i][j] has the seconds of call j in round i on this rank.
+            seconds_by_round: seconds_by_round[i][j] has the seconds of call j in round i on this rank.
             quantile: in [0, 1]. It should be low, because disturbances only add time.
 
         The slowest rank counts, because ranks that share a core may run one after the other.
         """
-        by_turn = [[max(times) for times in zip(*turn)] for turn in zip(*self.from_all(turns))]
-        return [sorted(times)[int(quantile * (len(times) - 1))] for times in zip(*by_turn)]
+        by_round = [[max(times) for times in zip(*one_round)] for one_round in zip(*self.from_all(seconds_by_round))]
+        return [sorted(times)[int(quantile * (len(times) - 1))] for times in zip(*by_round)]
 
 
 def seconds_of(device: torch.device, call: Callable[[], object], repeats: int = 1) -> float:

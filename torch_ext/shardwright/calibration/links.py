@@ -163,8 +163,8 @@ def _take_points(job: Job, series: list[_Series]) -> tuple[dict[str, _Points], f
     budget = _BATCH_SECONDS_QUICK if job.quick else _BATCH_SECONDS
     repeats = [min(max(round(budget / seconds), 1), _MAX_CALLS) for seconds in once]
     rounds = job.ranks.rounds(num_link_rounds(job.quick))
-    turns = [[batch(*call_and_repeats) for call_and_repeats in zip(calls, repeats)] for _ in rounds]
-    *measured, copy_seconds = job.ranks.slowest(turns, _LOW_QUANTILE)
+    seconds_by_round = [[batch(*call_and_repeats) for call_and_repeats in zip(calls, repeats)] for _ in rounds]
+    *measured, copy_seconds = job.ranks.slowest(seconds_by_round, _LOW_QUANTILE)
     points: dict[str, _Points] = {}
     for measurement, seconds in zip(series, measured):
         points.setdefault(measurement.name, []).append((measurement.peers, measurement.sent_bytes, seconds))

@@ -279,8 +279,8 @@ def _check_per_token(argument: str, tensor: Any, x: torch.Tensor) -> None:
 
 def _compare(call: str, ranks: ExpertGroup, fields: dict[str, Any], refusal: Exception | None) -> None:
     """Compares a call among ranks in the debug mode. `refusal` is this rank's error, if any."""
-    refusals = {"arguments": None if refusal is None else str(refusal)}
-    checking.compare_calls(Statement(call, fields, refusals), ranks.ranks, ranks.ranks[ranks.rank])
+    errors = {"arguments": None if refusal is None else str(refusal)}
+    checking.compare_calls(Statement(call, fields, errors), ranks.ranks, ranks.ranks[ranks.rank])
 
 
 # ------------------------------------------------------------------------------------------------------- dispatch

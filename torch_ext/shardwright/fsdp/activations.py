@@ -339,9 +339,9 @@ class _OnMesh:
         if known is not None:
             return list(known)
         fields = {"number of activations": str(len(seen)), "activations": ", ".join(seen)}
-        differ = "have saved different activations"
+        text = "have saved different activations"
         remedy = "Run the same blocks with the same tensors, in the same order, on all ranks of a mesh"
-        MeshWords(self._mesh, device).compare(Statement("sw.fsdp.checkpoint_cut", fields, differ=differ, remedy=remedy))
+        MeshWords(self._mesh, device).compare(Statement("sw.fsdp.checkpoint_cut", fields, mismatch=text, remedy=remedy))
         if len(self.orders) >= _MAX_ORDERS:
             del self.orders[next(iter(self.orders))]
         self.longest = max(self.longest, len(seen))

@@ -304,9 +304,9 @@ class UnitInChunks:
         for mesh in dict.fromkeys(each.weight.mesh for each in self.weights):
             ours = [each for each in self.weights if each.weight.mesh == mesh]
             calls = {e.weight.name: f"{e.num_products} calls{', read elsewhere' if e.was_read else ''}" for e in ours}
-            differ = "have called modules whose gradients are reduced in chunks a different number of times in a step"
+            mismatch = "have called modules whose gradients are reduced in chunks a different number of times in a step"
             words = MeshWords(mesh, ours[0].weight.memory.device)
-            words.compare(Statement("chunked", calls, differ=differ))
+            words.compare(Statement("chunked", calls, mismatch=mismatch))
 
     def has(self, weight: Weight) -> bool:
         """Returns true if the unit may transfer this weight in chunks."""

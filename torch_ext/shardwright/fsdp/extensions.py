@@ -189,9 +189,9 @@ class Extension:
                     f"gather, {self._sizes}, got {sizes}"
                 )
             return
-        differ = "get different tensors from fsdp_pre_all_gather"
+        mismatch = "get different tensors from fsdp_pre_all_gather"
         remedy = "Return the same sizes and dtypes on all ranks; pad shards of dims that are not divisible by the ranks"
-        mine = Statement("sw.fully_shard", {self._name: sizes}, differ=differ, remedy=remedy)
+        mine = Statement("sw.fully_shard", {self._name: sizes}, mismatch=mismatch, remedy=remedy)
         MeshWords(self._layouts.mesh, self._device).compare(mine)
         self._sizes = sizes
 

@@ -428,4 +428,4 @@ def _repeat(node: Node, event: Node, again: dict[Node, Node], last: dict[Node, N
             user.replace_input_with(node, copy)
 
 
-order.before_cutting.append(_read_again)
+order.before_partitioning.append(_read_again)

@@ -147,9 +147,9 @@ class Reductions:
         """Raises ValueError on all ranks if digests differ. `table` begins with the bytewise maxima of `_digest`."""
         pairs = zip(table[:_DIGEST_BYTES], table[_DIGEST_BYTES : 2 * _DIGEST_BYTES])
         if any(largest + complement != 255 for largest, complement in pairs):
-            differ = "have reduced different gradients in this backward"
+            mismatch = "have reduced different gradients in this backward"
             remedy = "Run backwards of the same units, in the same order, on all ranks of a mesh"
-            mine = Statement("sw.fully_shard", {"reduced": self._text(mesh)}, differ=differ, remedy=remedy)
+            mine = Statement("sw.fully_shard", {"reduced": self._text(mesh)}, mismatch=mismatch, remedy=remedy)
             MeshWords(mesh, self._device).compare(mine)
 
 

@@ -484,9 +484,9 @@ def check_same(units: Sequence[Unit], options: Mapping[str, object], device: tor
     for mesh, on_mesh in _by_mesh(units).items():
         described = {f"unit {i}": f"{unit.name}: {unit.description}" for i, unit in enumerate(on_mesh)}
         fields = {"number of units": len(on_mesh), **{name: str(value) for name, value in options.items()}, **described}
-        differ = "have different modules or arguments"
+        mismatch = "have different modules or arguments"
         remedy = "Pass the same modules and arguments, in the same order, on all ranks of a mesh"
-        MeshWords(mesh, device).compare(Statement("sw.fully_shard", fields, differ=differ, remedy=remedy))
+        MeshWords(mesh, device).compare(Statement("sw.fully_shard", fields, mismatch=mismatch, remedy=remedy))
 
 
 def _by_mesh(units: Sequence[Unit]) -> dict[DeviceMesh, list[Unit]]:

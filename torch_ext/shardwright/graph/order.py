@@ -65,7 +65,7 @@ def _is_even(node: torch.fx.Node) -> bool:
     return plan.src.has_equal_parts and plan.dst.has_equal_parts
 
 
-def _settle(joint_module: torch.fx.GraphModule) -> None:
+def _assign_passes(joint_module: torch.fx.GraphModule) -> None:
     """Assigns each start and wait of a joint graph to the forward or the backward, unless it may be in both."""
     ours = [node for node in joint_module.graph.nodes if node.target in _RECOMPUTABLE]
     is_even = all(map(_is_even, ours))
@@ -81,15 +81,15 @@ def _settle(joint_module: torch.fx.GraphModule) -> None:
 
 
 # Functions that change a joint graph before it is cut into forward and backward.
-before_cutting: list[Callable[[torch.fx.GraphModule], None]] = [_settle]
+before_partitioning: list[Callable[[torch.fx.GraphModule], None]] = [_assign_passes]
 
 
-def _before_cutting(original: Callable[..., None]) -> Callable[..., None]:
-    """Wraps PyTorch's function so that it first runs the functions of `before_cutting`."""
+def _before_partitioning(original: Callable[..., None]) -> Callable[..., None]:
+    """Wraps PyTorch's function so that it first runs the functions of `before_partitioning`."""
 
     @functools.wraps(original)
     def force_save_collectives(joint_module: torch.fx.GraphModule) -> None:
-        for prepare in before_cutting:
+        for prepare in before_partitioning:
             prepare(joint_module)
         original(joint_module)
 
@@ -97,7 +97,7 @@ def _before_cutting(original: Callable[..., None]) -> Callable[..., None]:
 
 
 # Both of PyTorch's partitioners call this on a joint graph before they cut it.
-partitioners.force_save_collectives = _before_cutting(partitioners.force_save_collectives)
+partitioners.force_save_collectives = _before_partitioning(partitioners.force_save_collectives)
 
 
 _is_unsafe_without_token = inductor_utils.is_cudagraph_unsafe_fx_node

@@ -15,19 +15,19 @@ from .._planner import GemmModel, Lowering, PlanningTables, Topology
 _log = logging.getLogger("shardwright")
 
 current = PlanningTables()
-_said = False  # True once `note_default` has logged
+_was_noted = False  # True once `note_default` has logged
 
 # Functions to call after each change of `current`.
-when_changed: list[Callable[[], None]] = []
+change_hooks: list[Callable[[], None]] = []
 
 
 def change(tables: PlanningTables) -> None:
-    """Replaces `current`, and calls the functions in `when_changed`."""
+    """Replaces `current`, and calls the functions in `change_hooks`."""
     global current
     if tables == current:
         return
     current = tables
-    for changed in when_changed:
+    for changed in change_hooks:
         changed()
 
 
@@ -58,12 +58,12 @@ def default_gemm_model(device_type: str) -> GemmModel:
 
 def notes_default() -> bool:
     """True if `note_default` would still log."""
-    return not _said and _log.isEnabledFor(logging.INFO)
+    return not _was_noted and _log.isEnabledFor(logging.INFO)
 
 
 def note_default(table: str) -> None:
     """Logs, once per process, that plans are chosen with a default table."""
-    global _said
+    global _was_noted
     if notes_default():
-        _said = True
+        _was_noted = True
         _log.info("plans are chosen with the default table %r; shardwright.calibrate() measures this machine", table)

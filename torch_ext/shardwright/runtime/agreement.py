@@ -49,20 +49,20 @@ R = TypeVar("R", bound=int | str)
 class Statement(NamedTuple):
     """The statement of one rank before a call.
 
-    `fields` must be equal on all ranks that have any; None matches any value. `refusals` maps an argument to the reason
-    why this rank cannot make the call, or to None. The error reads "the ranks <differ>", and ends with the remedy.
+    `fields` must be equal on all ranks that have any; None matches any value. `errors` maps an argument to the reason
+    why this rank cannot make the call, or to None. The error reads "the ranks <mismatch>", and ends with the remedy.
     """
 
     call: str  # name of the call, for errors
     fields: Mapping[str, object] = {}
-    refusals: Mapping[str, str | None] = {}
-    differ: str = "differ, nothing was sent"
+    errors: Mapping[str, str | None] = {}
+    mismatch: str = "differ, nothing was sent"
     remedy: str = ""
 
     def to_json(self) -> str:
-        """Returns [call, fields, refusals] as JSON, without refusals that are None."""
+        """Returns [call, fields, errors] as JSON, without errors that are None."""
         fields = {name: None if value is None else str(value) for name, value in self.fields.items()}
-        return json.dumps([self.call, fields, {name: why for name, why in self.refusals.items() if why is not None}])
+        return json.dumps([self.call, fields, {name: why for name, why in self.errors.items() if why is not None}])
 
 
 def report(mine: Statement, statements: Mapping[R, str], where: str) -> str:
@@ -70,18 +70,18 @@ def report(mine: Statement, statements: Mapping[R, str], where: str) -> str:
     parts = {text: json.loads(text) for text in set(statements.values())}
 
     def each(part: int) -> dict[R, Any]:
-        """Returns one part of the statements by rank: 0 calls, 1 fields, 2 refusals. Leaves out empty ones."""
+        """Returns one part of the statements by rank: 0 calls, 1 fields, 2 argument errors. Leaves out empty ones."""
         return {rank: parts[text][part] for rank, text in statements.items() if parts[text][part]}
 
-    calls, fields, refusals = each(0), each(1), each(2)
+    calls, fields, errors = each(0), each(1), each(2)
     if len(set(calls.values())) > 1:  # other calls have other fields
-        fields, refusals = {rank: {"call": call} for rank, call in calls.items()}, {}
-    lines = [*_lines(fields, "not given", least=2), *_lines(refusals, None, least=1)]
+        fields, errors = {rank: {"call": call} for rank, call in calls.items()}, {}
+    lines = [*_lines(fields, "not given", least=2), *_lines(errors, None, least=1)]
     if len(lines) > _MAX_LINES:
         lines[_MAX_LINES:] = [f"  and {len(lines) - _MAX_LINES} more"]
-    found = f"the ranks {mine.differ}"
-    if refusals:
-        found = f"on {ranks_text(list(refusals))} the arguments are not allowed, nothing was sent"
+    found = f"the ranks {mine.mismatch}"
+    if errors:
+        found = f"on {ranks_text(list(errors))} the arguments are not allowed, nothing was sent"
     return "\n".join([f"shardwright: {mine.call}: {found}{where}", *lines, mine.remedy]).rstrip() if lines else ""
 
 
@@ -165,7 +165,7 @@ class _Words(ABC):
             ValueError: statements differ. All ranks raise.
         """
         if refusal is not None:
-            mine = mine._replace(fields={}, refusals={"arguments": str(refusal)})
+            mine = mine._replace(fields={}, errors={"arguments": str(refusal)})
         text = mine.to_json().encode()
         digest = int.from_bytes(hashlib.blake2b(text, digest_size=_WORD_BYTES).digest(), "big", signed=True)
         head = torch.tensor([digest, len(text)])
@@ -292,7 +292,7 @@ class StoreTexts:
     def compare(
         self, mine: Statement, ranks: tuple[int, ...], own: int, timeout: timedelta | None = None, about: str = ""
     ) -> None:
-        """Raises RuntimeError on all `ranks` if their statements differ or have refusals. All of them must call.
+        """Raises RuntimeError on all `ranks` if their statements differ or have argument errors. All of them must call.
 
         `own` is this rank. `about` describes the call further in the error about missing ranks.
         """

@@ -114,7 +114,7 @@ def compare(
         **tables.current.summary(),
         "async_op": async_op,
     }
-    refusals = {"input": _judge(executable, local), "out": _judge_out(executable, local, out)}
+    errors = {"input": _input_error(executable, local), "out": _out_error(executable, local, out)}
     about = f"{fields['src']} -> {fields['dst']} of {fields['tensor']}"
     known = _group_of.get(executable)
     group = None if known is None else known.get()
@@ -122,7 +122,7 @@ def compare(
     if group is not None and group not in texts_of:
         ranks = sorted(dist.get_global_rank(group, member) for member in ranks)
         rank = dist.get_rank()
-    compare_calls(Statement("redistribute", fields, refusals), ranks, rank, about, group)
+    compare_calls(Statement("redistribute", fields, errors), ranks, rank, about, group)
 
 
 def compare_calls(
@@ -155,7 +155,7 @@ def _compare_operator(
 torch.library.impl("shardwright::compare_ranks", "CompositeExplicitAutograd")(_compare_operator)
 
 
-def _judge(executable: _runtime.Executable, local: torch.Tensor) -> str | None:
+def _input_error(executable: _runtime.Executable, local: torch.Tensor) -> str | None:
     """Returns the reason why a local tensor contradicts the source layout, or None if it does not."""
     expected, dtype = tuple(executable.input_shape), executable.signature["dtype"]
     has_shape = tuple(local.shape) == expected or differs_in_ones(local, expected)
@@ -164,7 +164,7 @@ def _judge(executable: _runtime.Executable, local: torch.Tensor) -> str | None:
     return f"must be {dtype}{list(expected)}, got {str(local.dtype).removeprefix('torch.')}{list(local.shape)}"
 
 
-def _judge_out(executable: _runtime.Executable, local: torch.Tensor, out: torch.Tensor | None) -> str | None:
+def _out_error(executable: _runtime.Executable, local: torch.Tensor, out: torch.Tensor | None) -> str | None:
     """Returns the reason why the result cannot be written to `out`, or None."""
     try:
         if out is not None:

@@ -50,17 +50,15 @@ class Connection:
         world_size: the number of ranks in `group`.
     """
 
-    def __init__(
-        self, meeting: _JobExchange, members: dict[tuple[str, int], dict[str, Any]], timeout: timedelta
-    ) -> None:
-        self._meeting = meeting  # the exchange of texts with all processes
+    def __init__(self, jobs: _JobExchange, members: dict[tuple[str, int], dict[str, Any]], timeout: timedelta) -> None:
+        self._jobs = jobs  # the exchange of texts with all processes
         self._timeout = timeout
         self._members = sorted(members)  # (role, rank in its job) of each rank of `group`
         self._made: dict[tuple[int, ...], groups.WeakGroup] = {}  # groups of some of the ranks, by these ranks
         self._times_made: dict[tuple[int, ...], int] = {}  # by ranks: number of groups made so far, failed ones too
-        self.role = meeting.role
+        self.role = jobs.role
         self.world_size = len(members)
-        self.rank = self._members.index((meeting.role, meeting.rank))
+        self.rank = self._members.index((jobs.role, jobs.rank))
         self.group = self._make(tuple(range(self.world_size)))
         groups.makers[self.group] = _maker_of(weakref.ref(self))
 
@@ -84,7 +82,7 @@ class Connection:
         Args:
             declared: layouts, meshes, texts, numbers, or lists of these, by name.
         """
-        self._meeting.compare(_texts(declared), self._members, self._timeout)
+        self._jobs.compare(_texts(declared), self._members, self._timeout)
 
     def close(self) -> None:
         """Destroys the group, and the groups made for some of its ranks. All ranks must call."""
@@ -108,12 +106,12 @@ class Connection:
     def _make(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         """Makes a process group of these ranks of the connection. Collective among them."""
         times = self._times_made[ranks] = self._times_made.get(ranks, 0) + 1
-        name = f"{self._meeting.prefix}/ranks {'_'.join(map(str, ranks))} {times}"
+        name = f"{self._jobs.prefix}/ranks {'_'.join(map(str, ranks))} {times}"
         try:
-            group = groups.make_over_store(name, self._meeting.store, ranks.index(self.rank), len(ranks), self._timeout)
+            group = groups.make_over_store(name, self._jobs.store, ranks.index(self.rank), len(ranks), self._timeout)
         except RuntimeError as error:
             raise RuntimeError(
-                f"connect: {self._meeting.me} could not join the group of ranks {ranks}: {error}"
+                f"connect: {self._jobs.me} could not join the group of ranks {ranks}: {error}"
             ) from error
         # PyTorch looks up this process by its rank in its own world. Ranks of other jobs have none there, so their keys
         # are numbers above it.
@@ -121,7 +119,7 @@ class Connection:
         own = {self.ranks(self.role)[i]: i for i in range(world_size)}
         key_of = {rank: own.get(rank, world_size + rank) for rank in ranks}
         distributed_c10d._world.pg_group_ranks[group] = {key_of[rank]: i for i, rank in enumerate(ranks)}
-        checking.texts_of[group] = self._meeting.texts
+        checking.texts_of[group] = self._jobs.texts
         return group
 
 
@@ -166,10 +164,10 @@ def connect(
     texts = _texts({} if declared is None else declared)
     groups.check_initialized()
     timeout = groups.default_timeout() if timeout_seconds is None else timedelta(seconds=timeout_seconds)
-    meeting = _JobExchange(store, role, dist.get_rank(), name, world_size)
-    members = meeting.gather(timeout)
-    meeting.compare(texts, sorted(members), timeout)
-    return Connection(meeting, members, timeout)
+    jobs = _JobExchange(store, role, dist.get_rank(), name, world_size)
+    members = jobs.gather(timeout)
+    jobs.compare(texts, sorted(members), timeout)
+    return Connection(jobs, members, timeout)
 
 
 def _maker_of(connection: weakref.ref[Connection]) -> groups.Maker:
@@ -199,14 +197,14 @@ class _JobExchange:
         while True:
             self.call_index = store.add(self.everyone, 1) - 1
             self.first_call_index = self.call_index // world_size * world_size
-            if not store.check([self._given_up()]):
+            if not store.check([self._timeout_key()]):
                 break
         self.prefix = f"{self.everyone}/{self.first_call_index}"
         self.texts = StoreTexts(dist.PrefixStore(f"{self.prefix}/compared", store))
 
-    def _given_up(self) -> str:
+    def _timeout_key(self) -> str:
         """Returns the store key that marks this connection as timed out."""
-        return f"{self.everyone}/given up {self.first_call_index} of {self.world_size}"
+        return f"{self.everyone}/timed out {self.first_call_index} of {self.world_size}"
 
     def gather(self, timeout: timedelta) -> dict[tuple[str, int], dict[str, Any]]:
         """Returns the description of each process, by role and rank. Raises RuntimeError if descriptions conflict."""
@@ -231,7 +229,7 @@ class _JobExchange:
         here = [by_key[key] for key in keys if key in by_key]
         self._check_equal(here, "world_size", "world_size")
         if len(here) < self.world_size:
-            self.store.set(self._given_up(), self.me)
+            self.store.set(self._timeout_key(), self.me)
             raise RuntimeError(
                 f"connect: {self.me} waited {timeout.total_seconds():g} s for {self.world_size} ranks, but only "
                 f"{len(here)} called: {_who(here)}; {_missing(here)}"
@@ -259,7 +257,7 @@ class _JobExchange:
         tables = {name: value for name, value in tables_now().summary().items() if name not in _NOT_COMPARED}
         declared = {f"declared {name}": text for name, text in texts.items()}
         fields = {**declared, "version of shardwright": doctor.version(), **tables}
-        mine = Statement("connect", fields, differ="differ in declarations or planning tables", remedy=_REMEDY)
+        mine = Statement("connect", fields, mismatch="differ in declarations or planning tables", remedy=_REMEDY)
         names = tuple(f"{role} {rank}" for role, rank in members)
         if error := report(mine, self.texts.exchange("connect", mine.to_json(), names, self.me, timeout), ""):
             raise RuntimeError(error)

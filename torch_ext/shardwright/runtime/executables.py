@@ -30,7 +30,7 @@ MAX_EXECUTABLES = 8192
 # Caches of earlier tables are kept because pins and measurements change once or twice in a job, and sometimes back.
 MAX_EARLIER_TABLES = 3
 
-tables.when_changed.append(_runtime.invalidate_sized_plans)
+tables.change_hooks.append(_runtime.invalidate_sized_plans)
 groups.when_gone.append(_runtime.invalidate_sized_plans)
 groups.when_any_gone.append(_runtime.invalidate_sized_plans)
 
@@ -71,7 +71,7 @@ class PlanningCache(Generic[T]):
         # The tables and the values made with them, in one tuple, so that threads never see a wrong pair.
         self._now: tuple[PlanningTables, dict[Hashable, T]] = (tables.current, {})
         self._by_earlier_tables: dict[PlanningTables, dict[Hashable, T]] = {}
-        self._turning = threading.Lock()
+        self._switching = threading.Lock()
         groups.when_gone.append(self.clear)
         if is_local:
             groups.when_any_gone.append(self.clear)
@@ -80,7 +80,7 @@ class PlanningCache(Generic[T]):
         """Returns the value stored under the current tables and default group, or None."""
         made_with, entries = self._now
         if made_with is not tables.current or groups.noted_world.alive() is not dist.group.WORLD:
-            entries = self._turn()
+            entries = self._switch_tables()
         return entries.get(key)
 
     def put(self, key: Hashable, value: T) -> None:
@@ -106,10 +106,10 @@ class PlanningCache(Generic[T]):
     def __len__(self) -> int:
         return len(self._now[1]) + sum(map(len, self._by_earlier_tables.values()))
 
-    def _turn(self) -> dict[Hashable, T]:
+    def _switch_tables(self) -> dict[Hashable, T]:
         """Switches to the current tables and the current default group. Returns the values made with them."""
         groups.note_world()
-        with self._turning:
+        with self._switching:
             made_with, entries = self._now
             if made_with is not tables.current:
                 self._by_earlier_tables[made_with] = entries

@@ -280,8 +280,8 @@ class _Given:
             raise argument_error(name, "a tensor without gradients in calls with out= or async_op=True", got)
         argument_checks.check_moved(name, tensor)
         on_mesh = layout.mesh.coordinate(self.rank) is not None
-        is_as_said = tuple(tensor.shape) == shape or (tensor.numel() == 0 and 0 in shape)
-        if not is_as_said if on_mesh else tensor.numel() > 0:
+        has_shape = tuple(tensor.shape) == shape or (tensor.numel() == 0 and 0 in shape)
+        if not has_shape if on_mesh else tensor.numel() > 0:
             raise argument_error(name, f"of shape {shape} on rank {self.rank}, as in {layout}", tuple(tensor.shape))
         if str(tensor.dtype) != f"torch.{layout.dtype}":
             raise argument_error(name, f"of dtype {layout.dtype}, as in {layout}", tensor.dtype)

@@ -57,11 +57,11 @@ def _share_bytes(a: _Span, b: _Span) -> bool:
     """Returns True if two tensors whose spans overlap have a byte in common. `a` begins first."""
     if all(span.tensor.numel() * span.tensor.itemsize == span.end - span.begin for span in (a, b)):
         return True  # neither has gaps
-    meet = _boxes_meet(a, b)
-    return _marks_meet(a, b) if meet is None else meet
+    overlap = _boxes_overlap(a, b)
+    return _marks_overlap(a, b) if overlap is None else overlap
 
 
-def _boxes_meet(a: _Span, b: _Span) -> bool | None:
+def _boxes_overlap(a: _Span, b: _Span) -> bool | None:
     """Returns True if two tensors have a byte in common, False if not, None if strides alone do not tell.
 
     An address is a sum of coordinates times strides, over the strides of both tensors. If no coordinate reaches the
@@ -108,7 +108,7 @@ def _ranges(offset: int, strides: list[int], sizes: dict[int, int]) -> list[tupl
     return ranges[::-1]
 
 
-def _marks_meet(a: _Span, b: _Span) -> bool:
+def _marks_overlap(a: _Span, b: _Span) -> bool:
     """Returns True if a mark on each byte of one tensor is found in the other."""
     unit = math.gcd(a.tensor.itemsize, b.tensor.itemsize, b.begin - a.begin)  # bytes per mark
     marks = torch.zeros((max(a.end, b.end) - a.begin) // unit, dtype=torch.bool)

@@ -57,7 +57,7 @@ def redistribute_local(
             group.
     """
     if local is None or out is not None:
-        return _redistribute_rarely(local, src, dst, out, group, device_mesh, async_op)
+        return _redistribute_uncached(local, src, dst, out, group, device_mesh, async_op)
     key: Any = None
     try:
         of_mesh = None if device_mesh is None else (device_mesh, groups.key_of_mesh(device_mesh))
@@ -116,7 +116,7 @@ def waited_with_history(x: Any) -> Any:
     return x.clone() if is_recorded else waited(x)
 
 
-def _redistribute_rarely(
+def _redistribute_uncached(
     local: torch.Tensor | None,
     src: _planner.Layout,
     dst: _planner.Layout,
