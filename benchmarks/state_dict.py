@@ -4,7 +4,7 @@
     make bench-state-dict ARGS="--quick --out /tmp/quick.json"
     make bench-state-dict ARGS="--links 0.5,1"            # only over links of these rates (root, iproute2)
 
-Ranks 0 and 1 train (every tensor cut along dim 0), ranks 2 and 3 serve (tensor-parallel, with whole experts): the
+Ranks 0 and 1 train (every tensor sharded along dim 0), ranks 2 and 3 serve (tensor-parallel, with whole experts): the
 tensors are those of model_tensors.py, in bfloat16. Three contenders alternate, and their results are compared on every
 rank with tensors that torch.chunk cuts:
 

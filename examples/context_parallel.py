@@ -5,7 +5,7 @@
 The mesh has four dims:
 
     replicate  copies of everything, for other samples of the batch
-    shard      other samples again; weights are cut over them, and over cp, and gathered when they are used
+    shard      other samples again; weights are sharded over them, and over cp, and gathered when they are used
     cp         the ranks that share a sequence: attention is `scaled_dot_product_attention` of shardwright.attention,
                everything else works on single tokens
     tp         the ranks that share heads and hidden units

@@ -135,7 +135,7 @@ class Llama(nn.Module):
 def parallelize(model: Llama, tp_mesh: DeviceMesh) -> None:
     """Tensor and sequence parallelism with PyTorch's own styles.
 
-    Between the matrices, activations are DTensors cut along the sequence, evenly or not. The sequence is
+    Between the matrices, activations are DTensors sharded along the sequence, evenly or not. The sequence is
     tensor dim 0, as in Megatron: nn.Linear of torch 2.11 does not accept the result of an uneven gather along dim 1.
     """
     cut_sequence = Shard(0)

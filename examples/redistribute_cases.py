@@ -4,7 +4,7 @@ Nothing here calls DTensor to cut a tensor: `local_shard` cuts with `torch.chunk
 shard order, so its results are an independent reference. Placements are written as strings:
 
     "R"        a copy on every rank of the mesh dim
-    "S(0)"     tensor dim 0 cut along the mesh dim
+    "S(0)"     tensor dim 0 sharded along the mesh dim
     "SS(0,2)"  the same, but mesh dims to the right, 2 ranks together, cut first: _StridedShard(0, split_factor=2)
     "P"        one contribution per rank, the tensor is their sum; "P(max)", "P(min)", "P(avg)" likewise
 """
@@ -68,10 +68,10 @@ TWELVE = (
 """On a mesh of 2 x 2. Stock PyTorch returns wrong rows for both uneven gathers when the mesh has a flattened dim."""
 
 GRADIENTS = Case("gradients", ("P", "P", "P"), ("R", "S(0)", "R"), mesh_shape=(2, 2, 2))
-"""Every rank of a 2 x 2 x 2 mesh has a contribution to a gradient that stays cut along one mesh dim."""
+"""Every rank of a 2 x 2 x 2 mesh has a contribution to a gradient that stays sharded along one mesh dim."""
 
 STRIDED_TO_PLAIN = Case("FSDP+TP to plain shards", ("SS(0,2)", "S(0)"), ("S(0)", "S(0)"))
-"""From FSDP2 over dp of a weight that tensor parallelism has already cut in dim 0, to shards in plain rank order."""
+"""From FSDP2 over dp of a weight that tensor parallelism has sharded in dim 0, to shards in plain rank order."""
 
 
 def torch_placements(placements: Sequence[str]) -> tuple:

@@ -64,7 +64,7 @@ HIDDEN = compute_ffn_hidden_dim(DIM, multiple_of=8)
 UNEVEN_HIDDEN = compute_ffn_hidden_dim(DIM)
 """Llama's own rule, two thirds of 4 * dim, which four ranks do not divide: 170."""
 ROW_PARALLEL = ("w2", "wo")
-"""Layers whose weights are cut in in_features. All others are cut in out_features."""
+"""Layers whose weights are sharded in in_features. All others are sharded in out_features."""
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,7 @@ def train(mesh: DeviceMesh, num_blocks: int = NUM_BLOCKS) -> Trainer:
         f"A language model of {config.num_layers} Llama blocks (dim {config.dim}, hidden {config.hidden}, "
         f"{config.num_heads} heads) reads Python's own reference and licence ({len(text):,} characters, "
         f"{len(ALPHABET)} different), in sequences of {' and '.join(map(str, SEQUENCE_LENGTHS))}, which tp cannot "
-        "divide. Tensor and sequence parallel on tp, by PyTorch's own styles; weights at rest cut over dp too."
+        "divide. Tensor and sequence parallel on tp, by PyTorch's own styles; weights at rest sharded over dp too."
     )
     say()
 

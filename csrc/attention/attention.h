@@ -1,4 +1,4 @@
-// Attention over a sequence that is cut over ranks: its specification.
+// Attention over a sequence that is sharded over ranks: its specification.
 //
 // Queries, keys and values are [batch, heads, sequence, depth]. Values, and so results, may have a depth of their own.
 // A *token* is an index into a sequence. For all heads, each rank holds the queries of some tokens, and the keys and

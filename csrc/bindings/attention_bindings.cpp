@@ -1,4 +1,4 @@
-// _planner: attention over a sequence that is cut over ranks.
+// _planner: attention over a sequence that is sharded over ranks.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -121,7 +121,7 @@ void define_predictions(py::class_<Attention>& attention) {
 
 void define_attention(py::module_& m) {
   py::class_<Attention> attention(m, "Attention",
-                                  "Attention whose sequence is cut over ranks (csrc/attention/attention.h).");
+                                  "Attention whose sequence is sharded over ranks (csrc/attention/attention.h).");
   attention
       .def(py::init(&attention_of), py::arg("mesh"), py::arg("dtype"), py::arg("sizes"), py::arg("parts"),
            py::kw_only(), py::arg("key_parts"), py::arg("keys_are_whole"), py::arg("is_causal"), py::arg("window"),

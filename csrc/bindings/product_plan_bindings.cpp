@@ -438,8 +438,8 @@ void define_product_plan(py::module_& m) {
 Args:
     axes: one text per weight, as in einsum: ``"bsk,nk->bsn"``.
     operand, weights, biases, results: the layouts of the given tensors, and the requested layouts of the results.
-    cuts: the axis that is cut along each mesh dim during the product, or ``"-"`` for none. Default: the cuts predicted
-        to be fastest.
+    cuts: the axis that is sharded along each mesh dim during the product, or ``"-"`` for none. Default: the cuts
+        predicted to be fastest.
     scaled_by: how operands of 8-bit floats are scaled: ``"tensor"`` or ``"row"``.
     scales: if by row, the layouts of scales of operand and weights that are not placed like their operand's rows.
     keeps_gathered: whether the forward also returns the gathered operand, for the backward.

@@ -85,7 +85,7 @@ void check_scales(const GatherMatmul& matmul) {
       fits = scales.shape()[i] == operand.shape()[free_dims[i]] &&
              scales.cuts(static_cast<int>(i)) == operand.cuts(free_dims[i]);
     }
-    check_user(fits, "scales must be float32 and cut like the rows of ", operand, ", got ", scales);
+    check_user(fits, "scales must be float32 and sharded like the rows of ", operand, ", got ", scales);
   };
   check_side(scaling.plan->src, matmul.plan.src);
   check_side(scaling.plan->dst, matmul.plan.dst);

@@ -30,10 +30,10 @@ bool is_transposed(const std::vector<int64_t>& shape, const std::vector<int64_t>
 
 // The operands. x has the shape (..., k), the result (..., n).
 //
-//   function   weight   plain tensors                                         DTensors
-//   kLinear    (n, k)   none                                                  any placements; the cuts are free
-//   kGather    (k, n)   x cut in `dim`, weights and results in their columns  what is cut stays cut
-//   kSum       (k, n)   x and weight cut in k; the result in `dim`, or full   what is cut stays cut
+//   function   weight   plain tensors                                             DTensors
+//   kLinear    (n, k)   none                                                      any placements; the cuts are free
+//   kGather    (k, n)   x sharded in `dim`, weights and results in their columns  sharded dims stay sharded
+//   kSum       (k, n)   x and weight sharded in k; the result in `dim`, or full   sharded dims stay sharded
 enum class ProductFunction : uint8_t { kLinear, kGather, kSum };
 
 ProductFunction parse_product_function(const std::string& name);  // "linear", "gather" or "sum"; throws UserError

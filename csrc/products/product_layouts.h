@@ -23,7 +23,7 @@ AxisSizes sizes_of(const std::string& letters, const Layout& layout);
 // Makes the layout of any tensor from its axes, for one choice of cuts.
 class AxisLayouts {
  public:
-  // The mesh dims that cut an axis do so in the order of the first tensor in `known` that is cut along this axis by
+  // The mesh dims that cut an axis do so in the order of the first tensor in `known` that is sharded along this axis by
   // exactly these mesh dims, and by its rules if some of them are neither chunks nor strided. Without such a tensor
   // they cut into chunks, in mesh order.
   using Known = std::vector<std::pair<std::string, Layout>>;
@@ -54,8 +54,8 @@ Layout with_placements(const Layout& layout, std::vector<Placement> placements);
 // Replaces pending reductions with R. Gradients are returned in such layouts.
 Layout without_sums(const Layout& layout);
 
-// Returns the layout of a tensor that has only these dims: cut along them as `layout` is, and R where `layout` is cut
-// along other dims.
+// Returns the layout of a tensor that has only these dims: sharded along them as `layout` is, and R where `layout` is
+// sharded along other dims.
 Layout with_dims(const Layout& layout, const std::vector<int>& dims, const DType& dtype);
 
 // Chooses cuts that keep operand and weight where they are as far as possible. Along each mesh dim it takes the axis of

@@ -49,7 +49,7 @@ bool ProductPlan::fuses_bias(size_t j) const {
          std::none_of(placements.begin(), placements.end(), [](const Placement& p) { return p.is_partial(); });
 }
 
-// A bias is cut like the last dim of the tensor that it is added to.
+// A bias is sharded like the last dim of the tensor that it is added to.
 Layout ProductPlan::bias_layout(size_t j) const {
   const Layout& result = fuses_bias(j) ? layouts_.results[j] : problem_.results[j];
   return without_sums(with_dims(result, {result.ndim() - 1}, result.dtype()));

@@ -27,7 +27,7 @@ struct AxisLetters {
   static AxisLetters parse(const std::string& axes);
 };
 
-// For each mesh dim, the axis that is cut along it while the product is computed, or kNoAxis; for example "b-n".
+// For each mesh dim, the axis that is sharded along it while the product is computed, or kNoAxis; for example "b-n".
 using AxisCuts = std::string;
 constexpr char kNoAxis = '-';
 

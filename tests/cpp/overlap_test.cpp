@@ -676,10 +676,10 @@ TEST(Overlap, RejectsInvalidProducts) {
             std::string::npos);
   EXPECT_NE(scaled(kE4m3, kE4m3, {true, bfloat16}).find("got no plan for scales by row"), std::string::npos);
   EXPECT_NE(scaled(kE4m3, kE4m3, {true, bfloat16, make_plan(rows(5, "S(0)"), rows(5, "R"), {})})
-                .find("must be float32 and cut like the rows of"),
+                .find("must be float32 and sharded like the rows of"),
             std::string::npos);
   EXPECT_NE(scaled(kE4m3, kE4m3, {true, bfloat16, make_plan(rows(4, "R"), rows(4, "R"), {})})
-                .find("must be float32 and cut like the rows of"),
+                .find("must be float32 and sharded like the rows of"),
             std::string::npos);
   EXPECT_NE(message(GatherMatmul{make_plan(layout_on(mesh, {4, 6}, {"S(0)"}, kE4m3),
                                            layout_on(mesh, {4, 6}, {"R"}, kE4m3), {}),

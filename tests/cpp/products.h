@@ -83,7 +83,7 @@ class RandomProduct {
   }
   Layout out(const char* dtype) { return during(text.substr(text.find('>') + 1), dtype, true); }
 
-  // Returns the same tensor cut in any other way, or replicated.
+  // Returns the same tensor sharded in any other way, or replicated.
   Layout elsewhere(const Layout& layout) {
     std::vector<std::string> placements;
     for (size_t d = 0; d < cuts_.size(); ++d) {

@@ -1,4 +1,4 @@
-"""Compares attention over a sequence that is cut over ranks with unsharded attention in float64."""
+"""Compares attention over a sequence that is sharded over ranks with unsharded attention in float64."""
 
 from __future__ import annotations
 

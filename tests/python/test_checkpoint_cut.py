@@ -1,4 +1,4 @@
-"""`sw.fsdp.checkpoint_cut`: saved activations are cut over a mesh between forward and backward."""
+"""`sw.fsdp.checkpoint_cut`: saved activations are sharded over a mesh between forward and backward."""
 
 from __future__ import annotations
 
@@ -357,7 +357,7 @@ def test_differing_activations_raise(pool: Pool) -> None:
 
 
 def _with_sharded_weights() -> None:
-    """Weights are cut over one mesh dim, activations over the other. Layers are recomputed."""
+    """Weights are sharded over one mesh dim, activations over the other. Layers are recomputed."""
     mesh = get_mesh((2, 2))
     results = []
     for cut in (mesh["b"], None):

@@ -19,7 +19,7 @@ from test_checkpoint_cut import LAYERS, WIDTH, Model
 
 
 def sharded(mesh: Any, cuts: bool = True, reentrant: bool | None = None, min_bytes: int = 0, **options: Any) -> Any:
-    """Returns a model whose weights are cut over one mesh dim and activations over the other."""
+    """Returns a model whose weights are sharded over one mesh dim and activations over the other."""
     model = Model(mesh["b"] if cuts else None, reentrant, min_bytes)
     for layer in model.layers:
         sw.fully_shard(layer, mesh=mesh["a"])

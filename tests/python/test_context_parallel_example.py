@@ -16,7 +16,7 @@ import context_parallel
 
 
 def _losses() -> tuple[list[float], list[float]]:
-    # Weights are cut over the ranks of cp. Eight ranks, with two for samples, take much longer on few cores.
+    # Weights are sharded over the ranks of cp. Eight ranks, with two for samples, take much longer on few cores.
     mesh = init_device_mesh("cpu", (1, 1, 2, 2), mesh_dim_names=context_parallel.DIMS)
     return context_parallel.train(mesh, length=13, steps=3)
 

@@ -1,4 +1,4 @@
-"""The block of examples/pair_block.py, cut along both axes of its pair tensor, trains as it does on one device."""
+"""The block of examples/pair_block.py, sharded along both axes of its pair tensor, trains as it does on one device."""
 
 from __future__ import annotations
 

@@ -747,7 +747,7 @@ class ProductPlan:
     Args:
         axes: one text per weight, as in einsum: ``"bsk,nk->bsn"``.
         operand, weights, biases, results: the layouts of the given tensors, and the requested layouts of the results.
-        cuts: the axis that is cut along each mesh dim during the product, or ``"-"`` for none. Default: the cuts
+        cuts: the axis that is sharded along each mesh dim during the product, or ``"-"`` for none. Default: the cuts
             predicted to be fastest.
         scaled_by: how operands of 8-bit floats are scaled: ``"tensor"`` or ``"row"``.
         scales: if by row, the layouts of scales of operand and weights that are not placed like their operand's rows.
@@ -934,7 +934,7 @@ def product_layouts(
     """
 
 class Attention:
-    """Attention whose sequence is cut over ranks (csrc/attention/attention.h)."""
+    """Attention whose sequence is sharded over ranks (csrc/attention/attention.h)."""
 
     def __init__(
         self,

@@ -99,7 +99,7 @@ class Attending(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             return self._attend(*args, **kwargs)
         if func is F.multi_head_attention_forward and kwargs.get("need_weights", True):
-            raise argument_error("need_weights", "False while the sequence is cut over ranks", True)
+            raise argument_error("need_weights", "False while the sequence is sharded over ranks", True)
         if func in _CALLS_ATTENTION:
             with self:
                 return _without_modes_of_its_own(func)(*args, **kwargs)
@@ -136,7 +136,7 @@ class Attending(TorchFunctionMode):
 
 
 def _check_cut_over(query: DTensor, group: dist.ProcessGroup) -> None:
-    """Raises ValueError unless the query's sequence is cut over the ranks of the group."""
+    """Raises ValueError unless the query's sequence is sharded over the ranks of the group."""
     ranks = sorted(dist.get_process_group_ranks(group))
     of_dims = (query.device_mesh.get_group(dim) for dim in sequence_dims(query))
     if len(ranks) > 1 and all(sorted(dist.get_process_group_ranks(dim_group)) != ranks for dim_group in of_dims):

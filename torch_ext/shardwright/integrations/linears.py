@@ -35,17 +35,17 @@ def all_gather_linears(
     """Gathers `x` once, and applies all weights to it while it arrives.
 
     Args:
-        x: shape (..., in_features), cut in `gather_dim`.
-        weights: of shape (out_features, in_features), cut in dim 0. Their transposes are used without a copy.
+        x: shape (..., in_features), sharded in `gather_dim`.
+        weights: of shape (out_features, in_features), sharded in dim 0. Their transposes are used without a copy.
         group: the ranks that hold the parts.
-        biases: of shape (out_features,), cut as the weights are, or None.
+        biases: of shape (out_features,), sharded as the weights are, or None.
         gather_dim: any dim of `x` but the last.
         size: total length of `gather_dim`. All ranks must pass it if their parts differ in length, which the three
             functions do not support. Without it, all parts are assumed to have the length of this rank's part.
         out_features: total of each weight; required if ranks' parts differ.
 
     Returns:
-        One tensor of shape (..., out_features) per weight, whole in `gather_dim` and cut in the last dim.
+        One tensor of shape (..., out_features) per weight, whole in `gather_dim` and sharded in the last dim.
     """
     size = x.shape[gather_dim] * group.size() if size is None else size
     if out_features is None:
@@ -107,11 +107,11 @@ def linear_reduce_scatter(
     scatter_dim: int = 0,
     in_features: int | None = None,
 ) -> torch.Tensor:
-    """Applies a weight that is cut along in_features. Meanwhile, reduce-scatters the result along `scatter_dim`.
+    """Applies a weight that is sharded along in_features. Meanwhile, reduce-scatters the result along `scatter_dim`.
 
     Args:
-        x: shape (..., in_features), cut in the last dim.
-        weight: shape (out_features, in_features), cut in dim 1.
+        x: shape (..., in_features), sharded in the last dim.
+        weight: shape (out_features, in_features), sharded in dim 1.
         bias: shape (out_features,), whole on every rank; its gradient is summed over the ranks.
         group: the ranks that hold the parts.
         group_name: not used.

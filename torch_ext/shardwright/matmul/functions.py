@@ -43,9 +43,9 @@ def linear(
         x: shape (..., in_features), any placements.
         weight: shape (out_features, in_features), any placements, the dtype of `x`.
         bias: shape (out_features,), any placements.
-        placements: the placements of the result. By default, along each mesh dim: ``Shard(-1)`` if `weight` is cut in
-            dim 0; otherwise `x`'s placement if it is cut in a dim other than the last; a pending sum if both are cut
-            along in_features; otherwise ``Replicate()``.
+        placements: the placements of the result. By default, along each mesh dim: ``Shard(-1)`` if `weight` is sharded
+            in dim 0; otherwise `x`'s placement if it is sharded in a dim other than the last; a pending sum if both are
+            sharded along in_features; otherwise ``Replicate()``.
         method: ``"ring"``: each part is multiplied as it arrives, this rank's own part first. ``"collective"``: several
             collectives, each of a share of every part. ``"serial"``: communication and product one after the other.
             ``"flags"``: one product that waits for the chunks of a gather (docs/gpu.md); never the default.
@@ -101,7 +101,7 @@ def all_gather_matmul(
 ) -> Any:
     """Gathers `x`, and multiplies each received chunk by one or several weights. The full `x` need not exist.
 
-    Plain tensors belong to a process group: `x` is cut in `gather_dim`, weights and results in their columns, as
+    Plain tensors belong to a process group: `x` is sharded in `gather_dim`, weights and results in their columns, as
     torch.chunk cuts them by rank. DTensors have their own placements: `x` is gathered along the mesh dims that cut `x`
     before its last dim and a weight in its columns.
 
@@ -109,9 +109,9 @@ def all_gather_matmul(
         x: shape (..., k). Plain: this rank's part.
         weights: one of shape (k, n), or a list of them, which share the gather; transposed views are not copied. Plain:
             this rank's columns.
-        biases: of shape (n,), one per weight, or None; cut like the columns.
-        gather_dim: for plain tensors: the dim of `x` that is cut; the last dim is the contracted one.
-        size: for plain tensors on several ranks: the total length of `gather_dim`, which is cut as torch.chunk cuts,
+        biases: of shape (n,), one per weight, or None; sharded like the columns.
+        gather_dim: for plain tensors: the dim of `x` that is sharded; the last dim is the contracted one.
+        size: for plain tensors on several ranks: the total length of `gather_dim`, which is sharded as by torch.chunk,
             or the length on each rank. It is required, because a rank cannot see the lengths of others.
         columns: for plain tensors on several ranks: the total number of columns of each weight.
         group: for plain tensors: the process group; default: the default group.
@@ -152,15 +152,15 @@ def matmul_reduce_scatter(
     weight_scale: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Any:
-    """Multiplies operands that are cut along the contracted dim, and reduce-scatters the result during the matmul.
+    """Multiplies operands that are sharded along the contracted dim, and reduce-scatters the result during the matmul.
 
     Args:
-        x: shape (..., k). Plain: this rank's part, cut in the last dim.
+        x: shape (..., k). Plain: this rank's part, sharded in the last dim.
         weight: shape (k, n). Plain: this rank's rows.
         bias: shape (n,), added once, after the sums. Plain: replicated on every rank, and so is its gradient.
-        scatter_dim: the dim of the result that is cut.
-        size: for plain tensors on several ranks: the total length of k, which is cut as torch.chunk cuts, or the length
-            on each rank. It is required, because a rank cannot see the lengths of others.
+        scatter_dim: the dim of the result that is sharded.
+        size: for plain tensors on several ranks: the total length of k, which is sharded as by torch.chunk, or the
+            length on each rank. It is required, because a rank cannot see the lengths of others.
         group: for plain tensors: the process group; default: the default group.
         placements: for DTensors: the placements of the result; default: ``Shard(scatter_dim)`` on the mesh dims that
             cut k in both operands.
@@ -169,7 +169,7 @@ def matmul_reduce_scatter(
             the scales of this rank's parts, which may differ among ranks. Sums over ranks have dtype `out_dtype`.
 
     Returns:
-        This rank's part of the product of shape (..., n), cut in `scatter_dim`; or a DTensor. It is differentiable
+        This rank's part of the product of shape (..., n), sharded in `scatter_dim`; or a DTensor. It is differentiable
         once; with scales, it is not.
 
     Raises:

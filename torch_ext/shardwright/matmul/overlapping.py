@@ -3,7 +3,7 @@
 PyTorch first redistributes an operand, then multiplies. While overlap is on, `torch.nn.functional.linear`,
 `torch.matmul`, `torch.mm` and ``@`` of a DTensor and a DTensor weight of two dims go to `shardwright.linear` and
 `shardwright.all_gather_matmul` if a mesh dim cuts the operand before its last dim and the weight in its columns. The
-operand is then gathered along that mesh dim, and the result is cut in its last dim. All other calls go to PyTorch.
+operand is then gathered along that mesh dim, and the result is sharded in its last dim. All other calls go to PyTorch.
 
 If an explicit redistribute gathers the operand before the product, as in `torch.distributed.tensor.parallel`, nothing
 is left to overlap with the product, which is logged once. The styles of `shardwright.parallel` leave the gather to

@@ -97,7 +97,7 @@ def _from_root(arguments: Arguments, size: int, rank: int) -> Traffic:
 
 
 def _split_bytes(tensor_bytes: int, rows: int, splits: list[int] | None, size: int, rank: int) -> int:
-    """Returns the bytes of a tensor cut along dim 0 that do not belong to `rank`; without splits, parts are equal."""
+    """Returns the bytes of a tensor sharded along dim 0 that are not `rank`'s; without splits, parts are equal."""
     if rows == 0:
         return 0
     own_rows = splits[rank] if splits else rows // size
