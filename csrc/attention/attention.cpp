@@ -181,7 +181,7 @@ void check(const Attention& attention) {
   if (attention.mask_tensor) check_mask_tensor(attention);
 }
 
-Attention as_on_all_ranks(Attention attention) {
+Attention with_default_mask(Attention attention) {
   if (attention.mask_tensor) attention.mask_tensor = MaskTensor{};
   return attention;
 }

@@ -107,8 +107,8 @@ int64_t ranks_per_node_of(const Mesh& mesh, const Topology& topology);
 // Returns the mesh whose groups the programs use: (nodes, ranks of a node) for two_level, else the attention's mesh.
 MeshPtr mesh_of_programs(const Attention& attention);
 
-// Returns the attention with a default mask tensor, because only the form of a rank's mask may differ.
-Attention as_on_all_ranks(Attention attention);
+// Returns the attention with a default mask tensor, because only the dtype and shape of a rank's mask may differ.
+Attention with_default_mask(Attention attention);
 
 // True if ranks exchange their part of the sequence for a share of the heads. Such methods support neither mask tensors
 // nor keys that every rank holds.

@@ -146,8 +146,8 @@ void define_attention(py::module_& m) {
       .def(
           "key_rows", [](const Attention& a, int64_t rank) { return a.key_rows(position_on(*a.mesh, Rank{rank})); },
           py::arg("rank"), "Returns the number of key positions that a rank holds.")
-      .def("as_on_all_ranks", &as_on_all_ranks,
-           "Returns this attention without the form of the mask tensor, which may differ between ranks.")
+      .def("with_default_mask", &with_default_mask,
+           "Returns this attention without the dtype and shape of the mask tensor, which may differ between ranks.")
       .def(
           "counts",
           [](const Attention& a, int64_t rank) {

@@ -159,7 +159,7 @@ ProductContext context_of(const Layout& operand, const std::string& backend, con
 }
 
 // Returns the dtypes of the tensors that may be moved: operand, weights and results.
-std::set<DType::Id> dtypes_that_move(const ProductProblem& problem) {
+std::set<DType::Id> moved_dtypes(const ProductProblem& problem) {
   std::set<DType::Id> dtypes{problem.operand.dtype().id()};
   for (const Layout& weight : problem.weights) dtypes.insert(weight.dtype().id());
   for (const Layout& result : problem.results) dtypes.insert(result.dtype().id());
@@ -172,7 +172,7 @@ std::map<std::string, GemmModel> models_of(const ProductProblem& problem, const 
   std::optional<GemmModel> model;
   if (!gemm_model.is_none()) model = object<GemmModel>(gemm_model, "gemm_model", "a GemmModel or None");
   std::map<std::string, GemmModel> models;
-  for (const DType dtype : dtypes_that_move(problem)) {
+  for (const DType dtype : moved_dtypes(problem)) {
     models[dtype.name()] = model ? *model : gemm_model_on(tables, device_type, dtype);
   }
   return models;

@@ -48,7 +48,7 @@ void define_lowering(py::module_& m) {
       .def_property_readonly("default_products", [](const Lowering& lowering) { return default_products(lowering); })
       .def_readonly("is_on_device", &Lowering::is_on_device,
                     "True if transfers read and write device memory; otherwise they use host memory.")
-      .def("goes_by_messages", &Lowering::goes_by_messages, py::arg("bytes_to_each_peer"),
+      .def("uses_messages", &Lowering::uses_messages, py::arg("bytes_to_each_peer"),
            "True if an exchange of this size is sent as messages. Otherwise it is one all-to-all.")
       .def(
           "__eq__", [](const Lowering& a, const Lowering& b) { return a == b; }, py::is_operator())

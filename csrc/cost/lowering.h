@@ -46,7 +46,7 @@ struct Lowering {
   constexpr bool copies_gather(int64_t group_size, int64_t part_bytes) const {
     return copied_gather_bytes > 0 && (group_size == 2 || part_bytes <= copied_gather_bytes);
   }
-  constexpr bool goes_by_messages(int64_t bytes_to_each_peer) const {
+  constexpr bool uses_messages(int64_t bytes_to_each_peer) const {
     return message_bytes > 0 && bytes_to_each_peer >= message_bytes;
   }
 

@@ -303,7 +303,7 @@ class MeshExchange final : public Exchange {
   // coordinates on the replica dims, itself included.
   const std::vector<Overlap>& overlaps(int tensor_dim, int64_t position, bool others_hold) const;
   // Returns an empty cache for overlaps().
-  ByCoordinates<std::vector<Overlap>> no_overlaps_yet(int tensor_dim, bool others_hold) const;
+  ByCoordinates<std::vector<Overlap>> empty_overlap_cache(int tensor_dim, bool others_hold) const;
   // Adds to `with.overlaps` the overlaps with the parts into which `cuts` divide a list, each counted `times` times.
   void overlap_below(const IntervalList& list, std::span<const Cut> cuts, int64_t times, Overlaps& with) const;
   void add_overlap(const IntervalList& peer_indices, int64_t times, Overlaps& with) const;

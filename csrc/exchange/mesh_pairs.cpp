@@ -267,8 +267,8 @@ void MeshExchange::overlap_below(const IntervalList& list, std::span<const Cut> 
   for (int64_t c = coordinates.begin; c < coordinates.end; ++c) go_on(first.rule.part(list, k, c), 1);
 }
 
-ByCoordinates<std::vector<MeshExchange::Overlap>> MeshExchange::no_overlaps_yet(int tensor_dim,
-                                                                                bool others_hold) const {
+ByCoordinates<std::vector<MeshExchange::Overlap>> MeshExchange::empty_overlap_cache(int tensor_dim,
+                                                                                    bool others_hold) const {
   const Layout& peer_layout = others_hold ? before_ : after_;
   const Layout& own_layout = others_hold ? after_ : before_;
   return {before_.mesh(), (dims_of(peer_layout.cuts(tensor_dim)) - cutting_) | dims_of(own_layout.cuts(tensor_dim))};
@@ -277,7 +277,7 @@ ByCoordinates<std::vector<MeshExchange::Overlap>> MeshExchange::no_overlaps_yet(
 const std::vector<MeshExchange::Overlap>& MeshExchange::overlaps(int tensor_dim, int64_t position,
                                                                  bool others_hold) const {
   for (size_t i = overlaps_.size(); i < 2 * ndim_; ++i) {
-    overlaps_.push_back(no_overlaps_yet(static_cast<int>(i / 2), i % 2 == 1));
+    overlaps_.push_back(empty_overlap_cache(static_cast<int>(i / 2), i % 2 == 1));
   }
   return overlaps_[2 * tensor_dim + others_hold].at(coordinates(position), [&] {
     const Layout& peer_layout = others_hold ? before_ : after_;

@@ -378,8 +378,8 @@ bool MoveTable::cuts_further(int tensor_dim, int before, int after) {
   if (known) return *known;
   const List& a = lists_[tensor_dim][before];
   const List& b = lists_[tensor_dim][after];
-  const bool cuts_further =
-      (a.dims - b.dims).empty() && holds_the_same(layout_.mesh(), layout_.shape()[tensor_dim], a.cuts, b.cuts, a.dims);
+  const bool cuts_further = (a.dims - b.dims).empty() &&
+                            hold_same_elements(layout_.mesh(), layout_.shape()[tensor_dim], a.cuts, b.cuts, a.dims);
   pairs_[pair_numbers_[tensor_dim][before][after]].cuts_further = cuts_further;
   return cuts_further;
 }

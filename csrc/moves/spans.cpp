@@ -60,7 +60,7 @@ IntervalList united(const std::vector<IntervalList>& parts) {
 }
 
 // Returns true if two collections of disjoint lists have the same indices.
-bool have_the_same(const std::vector<IntervalList>& a, const std::vector<IntervalList>& b) {
+bool have_same_indices(const std::vector<IntervalList>& a, const std::vector<IntervalList>& b) {
   const auto repeats = [](const IntervalList& list) { return list.has_repeats(); };
   if (std::none_of(a.begin(), a.end(), repeats) && std::none_of(b.begin(), b.end(), repeats)) {
     return united(a) == united(b);
@@ -85,7 +85,8 @@ CutList without_last(CutList cuts, MeshDimSet gathered) {
 
 // Returns true if the ranks that agree on `kept` together hold the same elements before and after. To compare them, all
 // other mesh dims are gathered. A result of false may be wrong.
-bool agree_when_gathered(const Mesh& mesh, int64_t n, const CutList& before, const CutList& after, MeshDimSet kept) {
+bool are_equal_when_gathered(const Mesh& mesh, int64_t n, const CutList& before, const CutList& after,
+                             MeshDimSet kept) {
   const MeshDimSet gathered_before = dims_of(before) - kept;
   const MeshDimSet gathered_after = dims_of(after) - kept;
   const std::optional<CutList> left_before = without(mesh, before, gathered_before);
@@ -103,7 +104,7 @@ bool agree_when_gathered(const Mesh& mesh, int64_t n, const CutList& before, con
   for (const int64_t position : mesh.group(0, kept & (dims_of(first_before) | dims_of(first_after)))) {
     const auto held_before = held_together(mesh, n, first_before, dims_of(first_before) - kept, position);
     const auto held_after = held_together(mesh, n, first_after, dims_of(first_after) - kept, position);
-    if (!have_the_same(held_before, held_after)) return false;
+    if (!have_same_indices(held_before, held_after)) return false;
   }
   return true;
 }
@@ -115,7 +116,7 @@ MeshDimSet carried_along(const Mesh& mesh, int64_t n, const CutList& before, con
   const MeshDimSet both = dims_of(std::span(before).subspan(common)) & dims_of(std::span(after).subspan(common));
   if (both.empty()) return {};
   const MeshDimSet prefix = dims_of(std::span(before).first(common));
-  return agree_when_gathered(mesh, n, before, after, both | prefix) ? both : MeshDimSet();
+  return are_equal_when_gathered(mesh, n, before, after, both | prefix) ? both : MeshDimSet();
 }
 
 // Returns true if some rule is neither chunks nor strided.
@@ -172,8 +173,8 @@ bool same_parts(const Layout& a, const Layout& b) {
   return true;
 }
 
-bool holds_the_same(const Mesh& mesh, int64_t n, const CutList& before, const CutList& after, MeshDimSet kept) {
-  return agree_when_gathered(mesh, n, canonical(mesh, n, before), canonical(mesh, n, after), kept);
+bool hold_same_elements(const Mesh& mesh, int64_t n, const CutList& before, const CutList& after, MeshDimSet kept) {
+  return are_equal_when_gathered(mesh, n, canonical(mesh, n, before), canonical(mesh, n, after), kept);
 }
 
 // All mesh dims after the common beginning of the two lists, except those that carried_along() returns.

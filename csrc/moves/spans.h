@@ -21,8 +21,8 @@ bool same_parts(const Layout& a, const Layout& b);
 
 // Returns true if each set of ranks with equal coordinates on `kept` together holds the same elements of a tensor dim
 // of n elements before and after. A result of false may be wrong; true is always right.
-bool holds_the_same(const Mesh& mesh, int64_t n, const std::vector<Cut>& before, const std::vector<Cut>& after,
-                    MeshDimSet kept);
+bool hold_same_elements(const Mesh& mesh, int64_t n, const std::vector<Cut>& before, const std::vector<Cut>& after,
+                        MeshDimSet kept);
 
 // Returns the mesh dims that a move from `before` to `after`, both canonical, must span because of this tensor dim.
 // Then ranks that agree on all other mesh dims together hold everything that each of them needs.

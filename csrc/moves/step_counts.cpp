@@ -16,7 +16,7 @@ namespace shardwright {
 namespace {
 
 // Returns true if all cut rules descend. Then the largest part of every group is at its first coordinates.
-bool first_hold_most(const Layout& layout) {
+bool first_part_is_largest(const Layout& layout) {
   return std::all_of(layout.cuts().begin(), layout.cuts().end(), [](const std::vector<Cut>& cuts) {
     return std::all_of(cuts.begin(), cuts.end(), [](const Cut& c) { return c.rule.descends(); });
   });
@@ -41,7 +41,7 @@ StepCounts counts_by_walking(const Step& step, Lowering lowering) {
   const int64_t item = step.before.dtype().size_bytes();
   const Mesh& mesh = step.before.mesh();
   const bool one_group_is_enough =
-      !is_uneven_by_rule(step) && first_hold_most(step.before) && first_hold_most(step.after);
+      !is_uneven_by_rule(step) && first_part_is_largest(step.before) && first_part_is_largest(step.after);
   RankClasses classes(mesh);
   traffic.split_classes(classes);
   for (const int64_t position : classes.seen().positions) {

@@ -14,7 +14,7 @@ namespace shardwright {
 namespace {
 
 // Draws the text of a plan, one line per step.
-std::string picture_in_words(const Plan& plan) {
+std::string text_picture(const Plan& plan) {
   constexpr double kMargin = 16;
   constexpr double kLine = 20;
   std::vector<std::string> lines;
@@ -33,10 +33,10 @@ std::string picture_in_words(const Plan& plan) {
 std::string to_svg(const Plan& plan) {
   const bool has_two_meshes = !(plan.src.mesh() == plan.dst.mesh());
   const bool is_by_rank = static_cast<int64_t>(ranks_of(plan).size()) <= kMaxRanksDrawn;
-  const bool is_in_words = std::any_of(plan.steps.begin(), plan.steps.end(), [&](const Step& step) {
+  const bool is_text = std::any_of(plan.steps.begin(), plan.steps.end(), [&](const Step& step) {
     return step.op == StepOp::kRearrange && (!is_by_rank || step.before.flattened() != step.after.flattened());
   });
-  if (is_in_words) return picture_in_words(plan);
+  if (is_text) return text_picture(plan);
   if (is_by_rank) return picture_by_rank(plan);
   return has_two_meshes ? picture_by_block(plan) : picture_by_mesh_dim(plan);
 }

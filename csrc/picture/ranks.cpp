@@ -185,7 +185,7 @@ class RankPicture {
     for (const DrawnMessage& message : messages_[state - 1]) {
       if (message.to == row_number) messages.push_back(message);
     }
-    const bool hides_some = lie_behind_one_another(messages);
+    const bool hides_some = overlap_in_drawing(messages);
     has_hidden_ = has_hidden_ || hides_some;
     for (const DrawnMessage& message : messages) {
       const std::string words = is_pending || hides_some ? "" : op.empty() ? rank_text(message.from) : op;
@@ -194,7 +194,7 @@ class RankPicture {
   }
 
   // Returns true if some parts overlap in the picture because they differ only in dims that are not drawn.
-  bool lie_behind_one_another(const std::vector<DrawnMessage>& messages) const {
+  bool overlap_in_drawing(const std::vector<DrawnMessage>& messages) const {
     const auto overlap = [](const Region& a, const Region& b, int dim) {
       return dim < 0 || intersection_length(a[dim], b[dim]) > 0;
     };

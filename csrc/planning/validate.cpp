@@ -92,7 +92,7 @@ bool reduces_parts(const Step& step) {
 }
 
 // Returns true if a step is a slice and each rank already holds all elements of its part after.
-bool keeps_what_is_needed(const Step& step) {
+bool is_valid_slice(const Step& step) {
   if (step.op != StepOp::kSlice || step.before.flattened() != step.after.flattened()) return false;
   if (!(step.before.partial_dims() == step.after.partial_dims()) || !same_pending_reductions(step.before, step.after))
     return false;
@@ -113,7 +113,7 @@ constexpr int64_t kMaxPairs = int64_t{1} << 22;
 // `after`. Both layouts must be partitions of one shape. Then each mesh dim cuts at most one tensor dim, so each tensor
 // dim can be checked alone: its parts at different coordinates on the mesh dims that cut it are disjoint. Returns false
 // for more than kMaxPairs pairs of ranks.
-bool hold_together_what_they_need(const Layout& before, const Layout& after, MeshDimSet mesh_dims) {
+bool hold_needed_elements(const Layout& before, const Layout& after, MeshDimSet mesh_dims) {
   const Mesh& mesh = before.mesh();
   for (int t = 0; t < before.ndim(); ++t) {
     const MeshDimSet cutting = dims_of(before.cuts(t)) | dims_of(after.cuts(t));
@@ -136,19 +136,19 @@ bool hold_together_what_they_need(const Layout& before, const Layout& after, Mes
 }
 
 // Checks a slice or an exchange by the parts that ranks hold. Several placements may describe the same parts; for some
-// of these placements, moves_as_named() requires more mesh dims than the move spans.
-bool moves_parts(const Step& step) {
+// of these placements, is_known_move() requires more mesh dims than the move spans.
+bool is_valid_by_parts(const Step& step) {
   const bool is_local = step.op == StepOp::kSlice;
   const bool pends =
       !(step.before.partial_dims() == step.after.partial_dims()) || !same_pending_reductions(step.before, step.after);
   if (pends || step.before.flattened() != step.after.flattened()) return false;
-  if (!hold_together_what_they_need(step.before, step.after, is_local ? MeshDimSet() : step.mesh_dims)) return false;
+  if (!hold_needed_elements(step.before, step.after, is_local ? MeshDimSet() : step.mesh_dims)) return false;
   if (is_local) return true;
   return is_named_by_collective(step);
 }
 
 // Returns true if move_between() of the layouts is this step, or is an exchange over a subset of its mesh dims.
-bool moves_as_named(const Step& step) {
+bool is_known_move(const Step& step) {
   const std::optional<Step> found = move_between(step.before, step.after);
   if (!found || !same_pending_reductions(step.before, step.after)) return false;
   const bool reduces = step.op == StepOp::kAllReduce || step.op == StepOp::kReduceScatter;
@@ -159,9 +159,9 @@ bool moves_as_named(const Step& step) {
 }
 
 // Returns true if a step on one mesh, other than a partition, zero_fill or rearrangement, is valid.
-bool moves(const Step& step) {
-  if (needs_rearrangement(step.before, step.after) && !reduces_parts(step)) return keeps_what_is_needed(step);
-  return moves_as_named(step) || moves_parts(step);
+bool is_valid_on_mesh(const Step& step) {
+  if (needs_rearrangement(step.before, step.after) && !reduces_parts(step)) return is_valid_slice(step);
+  return is_known_move(step) || is_valid_by_parts(step);
 }
 
 // Returns true if the fields of a kCross step are valid.
@@ -195,7 +195,7 @@ bool is_valid_move(const Step& step, Lowering lowering) {
     if (!can_share) return false;
   }
   if (step.op == StepOp::kPartition) return partitions(step.before, step.after, step.mesh_dims);
-  return step.op == StepOp::kZeroFill ? fills(step) : moves(step);
+  return step.op == StepOp::kZeroFill ? fills(step) : is_valid_on_mesh(step);
 }
 
 // Parts of messages that are formatted only if a check fails.

@@ -51,7 +51,7 @@ std::optional<Matrices> as_matrices(const Contraction& axes, const std::vector<i
 
 // True if the parts of the members of a group, in the group's order, are equal, consecutive pieces of the region of
 // `receiver`.
-bool follow_each_other(const Step& step, const std::vector<int64_t>& group, int64_t receiver) {
+bool are_consecutive(const Step& step, const std::vector<int64_t>& group, int64_t receiver) {
   const Region needed = step.after.region(receiver);
   const int64_t part = num_elements(needed) / static_cast<int64_t>(group.size());
   for (size_t m = 0; m < group.size(); ++m) {
@@ -70,7 +70,7 @@ std::optional<std::string> why_not_these_sizes(const GatherMatmul& matmul, int64
   const auto matrices = as_matrices(product.axes, shape_of(step.after.region(position)),
                                     product.other.local_shape_of_rank(mesh.rank_at(Position{position})));
   if (!matrices) return concat("the axes of ", product.axes, " do not form row-major matrices");
-  if (!follow_each_other(step, group, position)) {
+  if (!are_consecutive(step, group, position)) {
     return std::string("the parts of the operand are uneven, or not consecutive in the gathered operand");
   }
   const int64_t rows = matrices->rows / static_cast<int64_t>(group.size());

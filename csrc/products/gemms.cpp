@@ -181,8 +181,8 @@ void take_batch(Gemm& gemm, std::vector<Run>& outer) {
 
 // Emits the product at every place of the outer runs. Summed runs change fastest, so the first product that touches a
 // part of the result writes it and the later ones accumulate.
-void emit_at_all_places(ProgramBuilder& builder, const Gemm& gemm, const std::vector<Run>& free,
-                        const std::vector<Run>& summed) {
+void emit_repeated(ProgramBuilder& builder, const Gemm& gemm, const std::vector<Run>& free,
+                   const std::vector<Run>& summed) {
   std::vector<Run> outer = free;
   outer.insert(outer.end(), summed.begin(), summed.end());
   std::vector<int64_t> at(outer.size(), 0);
@@ -259,7 +259,7 @@ void emit_gemms(ProgramBuilder& builder, const Contraction& axes, const std::vec
   std::vector<Run> outer = std::move(all.rows);
   outer.insert(outer.end(), all.columns.begin(), all.columns.end());
   take_batch(gemm, outer);
-  emit_at_all_places(builder, gemm, outer, all.summed);
+  emit_repeated(builder, gemm, outer, all.summed);
 }
 
 }  // namespace shardwright

@@ -8,7 +8,7 @@ namespace shardwright {
 namespace {
 
 // Returns the given object if the two layouts are equal.
-Layout given_or(const Layout& given, Layout derived) { return given == derived ? given : std::move(derived); }
+Layout reuse_if_equal(const Layout& given, Layout derived) { return given == derived ? given : std::move(derived); }
 
 // Returns the shard order of a tensor whose i-th dim is the layout's dim dims[i].
 ShardOrder order_of_dims(const Layout& layout, const std::vector<int>& dims) {
@@ -185,7 +185,7 @@ ProductLayouts lay_out(const ProductProblem& problem, const AxisCuts& cuts) {
   for (size_t j = 0; j < letters.size(); ++j) known.emplace_back(letters[j].weight, problem.weights[j]);
   const AxisLayouts layouts(problem.operand.mesh_ptr(), cuts, known);
   const auto during = [&](const std::string& of, const Layout& layout) {
-    return given_or(layout, layouts.layout(of, sizes_of(of, layout), layout.dtype()));
+    return reuse_if_equal(layout, layouts.layout(of, sizes_of(of, layout), layout.dtype()));
   };
   ProductLayouts product_layouts{during(letters[0].operand, problem.operand), {}, {}};
   for (size_t j = 0; j < letters.size(); ++j) {

@@ -58,8 +58,9 @@ class Clock {
     size_t step = 0;
     size_t transfer = 0;
     while (step < compute_steps_.size() || transfer < transfers_.size()) {
-      const bool is_transfer = step == compute_steps_.size() ||
-                               (transfer < transfers_.size() && goes_first(transfers_[transfer], compute_steps_[step]));
+      const bool is_transfer =
+          step == compute_steps_.size() ||
+          (transfer < transfers_.size() && is_transfer_next(transfers_[transfer], compute_steps_[step]));
       is_transfer ? schedule_transfer(transfers_[transfer++]) : schedule_compute(compute_steps_[step++]);
     }
     timeline_.total_ps = std::max(compute_, communication_);
@@ -76,7 +77,7 @@ class Clock {
   };
 
   // True if the next transfer begins before the next instruction of compute.
-  bool goes_first(int transfer, int step) const {
+  bool is_transfer_next(int transfer, int step) const {
     if (order_[transfer] >= step) return false;
     const Operation& operation = program_.instructions[step].operation;
     if (const auto* wait = std::get_if<Wait>(&operation)) return wait->ticket >= transfer;
@@ -344,7 +345,7 @@ std::vector<Prediction> predictions(const Matmul& matmul, const GemmModel& model
   const int64_t limit_bytes = peak_bytes(matmul, serial);
   const int64_t k = num_partners(matmul);
   std::vector<int64_t> counts{1, 2, 4, 8, 16, 32, k, 2 * k};
-  const auto is_tried_always = [&](int64_t chunks) { return chunks <= kUsualChunks || chunks == k || chunks == 2 * k; };
+  const auto is_usual = [&](int64_t chunks) { return chunks <= kUsualChunks || chunks == k || chunks == 2 * k; };
   std::sort(counts.begin(), counts.end());
   counts.erase(std::unique(counts.begin(), counts.end()), counts.end());
   for (const Method method : {Method::kCollective, Method::kRing}) {
@@ -353,7 +354,7 @@ std::vector<Prediction> predictions(const Matmul& matmul, const GemmModel& model
     for (const int64_t chunks : counts) {
       const bool is_ring = method == Method::kRing;
       if (chunks > kMaxChunks || (is_ring && (!has_ring(matmul) || k > kMaxRingPartners || chunks == 1))) continue;
-      if (!is_tried_always(chunks) && !is_last_best) continue;
+      if (!is_usual(chunks) && !is_last_best) continue;
       all.push_back(tuned_prediction(matmul, {method, chunks}, model, depth, limit_bytes));
       is_last_best = !best || all.back().total_ps < *best;
       if (is_last_best) best = all.back().total_ps;

@@ -25,7 +25,7 @@ int64_t ProgramBuilder::count_in(const Layout& layout) const {
 void ProgramBuilder::begin_step(std::string text) { program_.step_texts.push_back(std::move(text)); }
 
 void ProgramBuilder::begin_exchanges(const Step& step, int64_t shares) {
-  exchanges_by_messages_ = all_to_alls_go_by_messages(step, shares, lowering_);
+  exchanges_by_messages_ = all_to_alls_use_messages(step, shares, lowering_);
 }
 
 BufferId ProgramBuilder::new_buffer(int64_t count, DType dtype) {

@@ -36,8 +36,8 @@ class RankPart {
     int64_t peer = -1;
     Selection elements;
   };
-  std::vector<Message> sends(int64_t round) const { return in_round_of(sends_, round); }
-  std::vector<Message> receives(int64_t round) const { return in_round_of(receives_, round); }
+  std::vector<Message> sends(int64_t round) const { return messages_in_round(sends_, round); }
+  std::vector<Message> receives(int64_t round) const { return messages_in_round(receives_, round); }
   // The elements that stay on the rank; nullopt if it is not on both meshes.
   const std::optional<Selection>& kept() const { return kept_; }
   int64_t index() const { return index_of(rank_); }
@@ -49,7 +49,7 @@ class RankPart {
   }
 
   // Returns the parts of full messages that are sent in a round.
-  std::vector<Message> in_round_of(const std::vector<Exchange::Message>& full_messages, int64_t round) const {
+  std::vector<Message> messages_in_round(const std::vector<Exchange::Message>& full_messages, int64_t round) const {
     std::vector<Message> messages;
     for (const auto& [peer, elements] : full_messages) {
       const Interval range = in_round({0, elements.count()}, round, rounds_);

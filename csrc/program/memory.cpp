@@ -104,7 +104,7 @@ std::vector<int64_t> ProgramMemory::peaks_in_segments(Rank rank) {
   }
   const std::vector<int64_t> needed = plan_.dst.local_shape_of_rank(rank);
   const int64_t num_needed = std::accumulate(needed.begin(), needed.end(), int64_t{1}, std::multiplies<>());
-  return peaks_in_slots(sketched, count, num_steps, num_needed);
+  return peaks_in_stages(sketched, count, num_steps, num_needed);
 }
 
 // A step's peak depends on the next step only if the step has several rounds. Then the result may be released before

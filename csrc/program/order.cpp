@@ -25,7 +25,7 @@ class Accesses {
 
   // Adds one range that spans all `others`. Converts it from elements of `counted_bytes` to the buffer's elements of
   // `item_bytes`.
-  void add_together(const Accesses& others, int64_t counted_bytes, int64_t item_bytes) {
+  void add_merged(const Accesses& others, int64_t counted_bytes, int64_t item_bytes) {
     if (others.all_.empty()) return;
     Access access = others.all_.front();
     for (const Access& other : others.all_) {
@@ -55,8 +55,8 @@ void add(Accesses& accesses, const Program& program, const Copy& copy) {
     read.add_box(copy.src, box.src_offset, box.sizes, box.src_strides, false);
     written.add_box(copy.dst, box.dst_offset, box.sizes, box.dst_strides, true);
   }
-  accesses.add_together(read, program.src_dtype(copy).size_bytes(), program.dtype_of(copy.src).size_bytes());
-  accesses.add_together(written, program.dst_dtype(copy).size_bytes(), program.dtype_of(copy.dst).size_bytes());
+  accesses.add_merged(read, program.src_dtype(copy).size_bytes(), program.dtype_of(copy.src).size_bytes());
+  accesses.add_merged(written, program.dst_dtype(copy).size_bytes(), program.dtype_of(copy.dst).size_bytes());
 }
 
 void add(Accesses& accesses, const Gemm& gemm) {
@@ -159,7 +159,7 @@ struct History {
 
 // Returns the last of the instructions later than `after` that touched elements of the access; `after` if there is
 // none.
-int last_meeting(const std::vector<Touch>& touches, const Access& access, int after) {
+int last_overlap(const std::vector<Touch>& touches, const Access& access, int after) {
   for (auto touch = touches.rbegin(); touch != touches.rend() && touch->instruction > after; ++touch) {
     if (touch->begin < access.end && access.begin < touch->end) return touch->instruction;
   }
@@ -219,8 +219,8 @@ std::vector<int> order_of_transfers(const Program& program) {
       }
       for (const Access& access : accesses_of(program, operation)) {
         const History& history = histories[access.buffer];
-        order[i] = last_meeting(history.writes, access, order[i]);
-        if (access.writes) order[i] = last_meeting(history.reads, access, order[i]);
+        order[i] = last_overlap(history.writes, access, order[i]);
+        if (access.writes) order[i] = last_overlap(history.reads, access, order[i]);
       }
       continue;
     }

@@ -8,8 +8,8 @@
 namespace shardwright {
 
 size_t Program::num_inputs() const {
-  const auto is_no_input = [](const Buffer& buffer) { return buffer.role != BufferRole::kInput; };
-  return static_cast<size_t>(std::find_if(buffers.begin(), buffers.end(), is_no_input) - buffers.begin());
+  const auto is_not_input = [](const Buffer& buffer) { return buffer.role != BufferRole::kInput; };
+  return static_cast<size_t>(std::find_if(buffers.begin(), buffers.end(), is_not_input) - buffers.begin());
 }
 
 const Operation& Program::operation_in_effect(const Operation& operation) const {

@@ -92,8 +92,8 @@ class Stages {
 
 }  // namespace
 
-std::vector<int64_t> peaks_in_slots(const std::vector<SketchedSegment>& segments, int64_t num_segments,
-                                    int64_t num_steps, int64_t num_needed) {
+std::vector<int64_t> peaks_in_stages(const std::vector<SketchedSegment>& segments, int64_t num_segments,
+                                     int64_t num_steps, int64_t num_needed) {
   return Stages(segments, num_segments, num_steps).peaks(num_needed);
 }
 

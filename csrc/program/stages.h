@@ -17,7 +17,7 @@ struct SketchedSegment {
 
 // Returns the most elements that are allocated at once during each step of `num_segments` segments. The whole input
 // belongs to the caller; the whole output has `num_needed` elements.
-std::vector<int64_t> peaks_in_slots(const std::vector<SketchedSegment>& segments, int64_t num_segments,
-                                    int64_t num_steps, int64_t num_needed);
+std::vector<int64_t> peaks_in_stages(const std::vector<SketchedSegment>& segments, int64_t num_segments,
+                                     int64_t num_steps, int64_t num_needed);
 
 }  // namespace shardwright

@@ -55,12 +55,12 @@ TransferMethod transfer_method_of_reduced_chunks(int64_t chunk_bytes) {
 
 bool gathers_natively(Lowering lowering, bool parts_are_equal) { return lowering.gathers && parts_are_equal; }
 
-bool all_to_alls_go_by_messages(const Step& step, int64_t shares, Lowering lowering) {
+bool all_to_alls_use_messages(const Step& step, int64_t shares, Lowering lowering) {
   const int64_t largest = std::max(step.before.largest_part_bytes(), step.after.largest_part_bytes());
   const auto group_size = is_crossing(step.op)
                               ? static_cast<int64_t>(ranks_of(step.before.mesh(), step.after.mesh()).size())
                               : step.before.mesh().group_size(step.mesh_dims);
-  return lowering.goes_by_messages(largest / (group_size * shares * step.rounds));
+  return lowering.uses_messages(largest / (group_size * shares * step.rounds));
 }
 
 }  // namespace shardwright

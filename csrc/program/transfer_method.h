@@ -82,6 +82,6 @@ bool gathers_natively(Lowering lowering, bool parts_are_equal);
 
 // Returns true if the all-to-alls of a step, in `shares` parts, are sent as one message per peer instead of by the
 // transport's own all-to-all (AllToAll::by_messages).
-bool all_to_alls_go_by_messages(const Step& step, int64_t shares, Lowering lowering);
+bool all_to_alls_use_messages(const Step& step, int64_t shares, Lowering lowering);
 
 }  // namespace shardwright

@@ -37,7 +37,7 @@ class AttentionOrigin : public Origin {
 
   Signature signature() const override {
     const auto [a, is_backward] = attention_from_bytes(bytes_);
-    const std::string bytes = to_bytes(as_on_all_ranks(a), is_backward);
+    const std::string bytes = to_bytes(with_default_mask(a), is_backward);
     return {{"direction", is_backward ? "backward" : "forward"},
             {"tensor", sizes_text(a)},
             {"dtype", a.dtype.name()},

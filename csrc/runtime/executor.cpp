@@ -96,7 +96,7 @@ std::string title_of(const Executable& executable) {
 Record record_of(const Executable& executable) { return Record::is_wanted() ? Record(title_of(executable)) : Record(); }
 
 // Counts a run on copies of device tensors in host memory, and warns once.
-void count_way_through_host(const at::Device& device) {
+void count_host_copy(const at::Device& device) {
   ++counters().through_host;
   TORCH_WARN_ONCE("shardwright: tensors on ", device,
                   " are copied to host memory, redistributed there and copied back, ",
@@ -204,7 +204,7 @@ at::Tensor run(const ExecutablePtr& executable, const at::Tensor& input) {
   compiled.check_tensors(input);
   if (compiled.returns_input()) return input;
   if (executable->goes_through_host(input.device())) {
-    count_way_through_host(input.device());
+    count_host_copy(input.device());
     return copied_to(run(executable, copied_to(input, at::kCPU)), input.device());
   }
   executable->connect(input.device());
@@ -248,7 +248,7 @@ std::vector<at::Tensor> run_all(const ExecutablePtr& executable, c10::ArrayRef<a
   compiled.check_tensors(tensors);
   const at::Device device = device_of(tensors);
   if (executable->goes_through_host(device)) {
-    count_way_through_host(device);
+    count_host_copy(device);
     std::vector<at::Tensor> on_host;
     for (const at::Tensor& tensor : tensors) on_host.push_back(copied_to(tensor, at::kCPU));
     std::vector<at::Tensor> outputs = run_all(executable, on_host);

@@ -143,7 +143,7 @@ void insert(std::vector<int32_t>& ranks, int32_t rank) {
 
 // Throws UserError unless every expert is listed. Runs before memory is allocated for `num_experts`, which a mistyped
 // id can make very large.
-void check_all_are_held(int64_t num_experts, const std::vector<std::vector<int64_t>>& experts_of_rank) {
+void check_all_are_listed(int64_t num_experts, const std::vector<std::vector<int64_t>>& experts_of_rank) {
   std::vector<int64_t> listed;
   for (size_t rank = 0; rank < experts_of_rank.size(); ++rank) {
     for (const int64_t expert : experts_of_rank[rank]) {
@@ -171,7 +171,7 @@ std::vector<int64_t> starts_of(const std::vector<int64_t>& counts) {
 
 ExpertPlacement::ExpertPlacement(int64_t num_experts, const std::vector<std::vector<int64_t>>& experts_of_rank) {
   check_user(num_experts > 0, "placement: the number of experts must be at least 1, got ", num_experts);
-  check_all_are_held(num_experts, experts_of_rank);
+  check_all_are_listed(num_experts, experts_of_rank);
   Hash hash;
   hash.add(static_cast<uint64_t>(num_experts));
   first_replica_.push_back(0);

@@ -148,16 +148,16 @@ struct CastProducts {
   std::map<std::string, int64_t> by_reason;
 };
 
-CastProducts& cast_products_so_far() {
+CastProducts& cast_product_counts() {
   static CastProducts instance;
   return instance;
 }
 
 // Counts a product that is cast. Warns at the first one for each reason.
 void count_cast(const std::string& reason) {
-  CastProducts& so_far = cast_products_so_far();
-  const std::lock_guard<std::mutex> lock(so_far.mutex);
-  if (++so_far.by_reason[reason] == 1) {
+  CastProducts& counts = cast_product_counts();
+  const std::lock_guard<std::mutex> lock(counts.mutex);
+  if (++counts.by_reason[reason] == 1) {
     TORCH_WARN("shardwright: a product of 8-bit floats is cast to float32, because ", reason);
   }
 }
@@ -254,15 +254,15 @@ std::optional<std::string> why_not_scaled(const Gemm& gemm, const at::Tensor& lh
 }
 
 std::map<std::string, int64_t> cast_products() {
-  CastProducts& so_far = cast_products_so_far();
-  const std::lock_guard<std::mutex> lock(so_far.mutex);
-  return so_far.by_reason;
+  CastProducts& counts = cast_product_counts();
+  const std::lock_guard<std::mutex> lock(counts.mutex);
+  return counts.by_reason;
 }
 
 void reset_cast_products() {
-  CastProducts& so_far = cast_products_so_far();
-  const std::lock_guard<std::mutex> lock(so_far.mutex);
-  so_far.by_reason.clear();
+  CastProducts& counts = cast_product_counts();
+  const std::lock_guard<std::mutex> lock(counts.mutex);
+  counts.by_reason.clear();
 }
 
 std::optional<double> waves_of(const Gemm& gemm, at::ScalarType operands, at::ScalarType dst, at::Device device,

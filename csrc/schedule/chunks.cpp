@@ -182,10 +182,10 @@ class Chunking {
   // Returns the time that compute waits for a candidate's gather, without delays by earlier transfers. Returns 0 if the
   // schedule does not have the gather.
   int64_t wait_before(const StepSchedule& s, const StepLanes& lanes, const Candidate& candidate) const {
-    const auto is_its = [&](const Gather& g) {
+    const auto is_gather_of_candidate = [&](const Gather& g) {
       return g.needed == candidate.use && g.weight == chunked_weights_[candidate.chunked].weight;
     };
-    if (std::none_of(s.gathers.begin(), s.gathers.end(), is_its)) return 0;
+    if (std::none_of(s.gathers.begin(), s.gathers.end(), is_gather_of_candidate)) return 0;
     const int64_t before_ps = candidate.use == 0 ? 0 : lanes.uses[candidate.use - 1].end_ps;
     return std::min(lanes.uses[candidate.use].begin_ps - before_ps,
                     weights_[chunked_weights_[candidate.chunked].weight].gather_ps);

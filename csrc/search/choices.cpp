@@ -49,13 +49,13 @@ std::vector<Layout> Choices::all() const {
   if (chosen.size() > kMaxLayouts) chosen.resize(kMaxLayouts);
   std::vector<Layout> layouts;
   for (const std::map<int, int>& choice : chosen) {
-    if (leaves_rules_alone(choice)) layouts.push_back(with(choice));
+    if (preserves_rules(choice)) layouts.push_back(with(choice));
   }
   return layouts;
 }
 
 // A cut other than into chunks may depend on the list that the earlier cuts leave, so earlier cuts must not change.
-bool Choices::leaves_rules_alone(const std::map<int, int>& chosen) const {
+bool Choices::preserves_rules(const std::map<int, int>& chosen) const {
   for (const std::vector<Cut>& list : layout_.cuts()) {
     bool is_changed = false;
     for (const Cut& cut : list) {

@@ -34,7 +34,7 @@ class Choices {
 
   // Returns true if all remaining cuts, except cuts into chunks, still divide the same lists. `chosen` has the new
   // tensor dim, or kReplicated, of each changed mesh dim.
-  bool leaves_rules_alone(const std::map<int, int>& chosen) const;
+  bool preserves_rules(const std::map<int, int>& chosen) const;
   // Returns the layout with these changes.
   Layout with(const std::map<int, int>& chosen) const;
 

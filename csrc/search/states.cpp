@@ -31,14 +31,14 @@ class States {
   }
 
   std::vector<MoveTable::State> all() {
-    choose_even_ones();
+    choose_even_dims();
     lists_all_ = static_cast<int>(mesh_dims_.size()) <= kMaxDimsWithAllLists;
     for (const int t : tensor_dims_) {
       lists_.emplace_back();
       if (lists_all_) {
         list_all(t, {}, mesh_dims_);
       } else {
-        list_those_of_ends(t);
+        list_cuts_of_ends(t);
       }
       // The search takes the first of states with equal cost. This order prefers cuts of the first tensor dims, whose
       // parts are contiguous.
@@ -57,7 +57,7 @@ class States {
  private:
   // Chooses the tensor dims to cut into equal parts only: all dims that have equal parts in source and goal, or none if
   // these dims have too few equal parts for all mesh dims.
-  void choose_even_ones() {
+  void choose_even_dims() {
     for (int t = 0; t < src_.ndim(); ++t) {
       is_even_.push_back(table_.has_equal_parts(t, table_.list_index(t, src_.cuts(t))) &&
                          table_.has_equal_parts(t, table_.list_index(t, goal_.cuts(t))));
@@ -167,7 +167,7 @@ class States {
   enum class Role { kNone, kAsSource, kAsGoal, kInnermost };
 
   // Adds the lists of a tensor dim that are derived from the cuts of source and goal.
-  void list_those_of_ends(int t) {
+  void list_cuts_of_ends(int t) {
     std::vector<std::vector<Role>> choices(mesh_.ndim(), {Role::kNone});
     for (const int d : mesh_dims_) {
       if (cuts_by(src_, t, d)) choices[d].push_back(Role::kAsSource);

@@ -45,21 +45,21 @@ constexpr int64_t kMostRanksInSegments = 1024;  // maximum number of ranks
 // With more messages, ReplicaPolicy::kNodeLocal is not tried, because it lists all messages.
 constexpr int64_t kMostListed = 1 << 16;
 
-struct Encounter {
+struct CommonMembers {
   bool shares_ranks = false;  // the two meshes have ranks in common
   bool shares_nodes = false;  // some node has ranks of both meshes
 };
 
-Encounter encounter(const Mesh& a, const Mesh& b, int64_t ranks_per_node) {
-  Encounter overlap;
+CommonMembers common_members(const Mesh& a, const Mesh& b, int64_t ranks_per_node) {
+  CommonMembers common;
   std::set<int64_t> nodes;
   const auto node_of = [&](Rank rank) { return ranks_per_node > 0 ? to_int(rank) / ranks_per_node : 0; };
   for (const Rank rank : a.ranks()) nodes.insert(node_of(rank));
   for (const Rank rank : b.ranks()) {
-    overlap.shares_nodes = overlap.shares_nodes || nodes.contains(node_of(rank));
-    overlap.shares_ranks = overlap.shares_ranks || a.position_of(rank).has_value();
+    common.shares_nodes = common.shares_nodes || nodes.contains(node_of(rank));
+    common.shares_ranks = common.shares_ranks || a.position_of(rank).has_value();
   }
-  return overlap;
+  return common;
 }
 
 // Tries pairs of a layout on each mesh in the order of lower bounds of their costs, so that most pairs are skipped
@@ -74,7 +74,7 @@ class Crossings {
         cost_(options, topology),
         may_split_(may_split),
         tensor_dims_(tensor_dims_of(src, goal)),
-        encounter_(encounter(src.mesh(), goal.mesh(), topology.ranks_per_node)) {}
+        common_(common_members(src.mesh(), goal.mesh(), topology.ranks_per_node)) {}
 
   std::vector<Step> cheapest() {
     for (const Layout& layout : ends_on_source()) add(before_, layout, src_, layout);
@@ -136,7 +136,7 @@ class Crossings {
     // Only ranks of both meshes send both in the crossing and after it. If no more is sent than received, shorter
     // stripes for them do not make the plan faster.
     const bool is_balanced = best_sent_bytes_ <= best_received_bytes_ + best_received_bytes_ / kSegmentsAboveFraction;
-    if (!encounter_.shares_ranks || is_balanced) return;
+    if (!common_.shares_ranks || is_balanced) return;
     if (!may_go_in_segments()) return;
     const int64_t bound = least_picoseconds_between(src_, goal_, topology_);
     if (bound < kSegmentsAboveSteps * topology_.step_ps) return;
@@ -231,12 +231,12 @@ class Crossings {
   void try_relays() {
     const auto [fewer, messages] = std::minmax(best_crossing_.messages, best_crossing_.sent_messages);
     const bool fans_out = best_crossing_.sent_messages == messages;
-    if (!may_relays_pay(fewer, messages) && !is_far_above_relays(fans_out)) return;
+    if (!relays_may_save_messages(fewer, messages) && !relays_may_save_time(fans_out)) return;
     std::vector<std::tuple<int64_t, size_t, size_t>> pairs;
     std::vector<Leg>& many = fans_out ? after_ : before_;
     std::vector<Leg>& few = fans_out ? before_ : after_;
     for (size_t i = 0; i < many.size(); ++i) {
-      if (fans_out && is_split_in_vain(many[i])) continue;
+      if (fans_out && begins_with_goal_parts(many[i])) continue;
       const RelayShapes shapes(many[i].layout, topology_);
       std::map<int64_t, int64_t> picoseconds;  // by the number of replicas of `few`
       for (size_t j = 0; j < few.size(); ++j) {
@@ -254,7 +254,7 @@ class Crossings {
   }
 
   // The first case of kRelaysAboveFraction. `fewer` and `messages`: most sent and most received, the lower first.
-  bool may_relays_pay(int64_t fewer, int64_t messages) const {
+  bool relays_may_save_messages(int64_t fewer, int64_t messages) const {
     const int64_t latency = saturating_product(messages, best_link_.message_ps);
     if (messages < kRelaysAboveRatio * fewer || latency < best_cost_->first / kRelaysAboveFraction) return false;
     int64_t root = 1;  // messages per crossing if there are two
@@ -263,7 +263,7 @@ class Crossings {
   }
 
   // Returns true if relays from source to goal are estimated, from sizes alone, to be much faster than the best plan.
-  bool is_far_above_relays(bool fans_out) const {
+  bool relays_may_save_time(bool fans_out) const {
     const Layout& many = fans_out ? goal_ : before_.front().layout;
     const Layout& few = fans_out ? before_.front().layout : goal_;
     const int64_t replicas = few.mesh().group_size(few.replicated_dims());
@@ -272,7 +272,7 @@ class Crossings {
   }
 
   // Returns true if the leg begins with the parts of the goal, on a mesh with split dims.
-  bool is_split_in_vain(const Leg& last) const {
+  bool begins_with_goal_parts(const Leg& last) const {
     if (last.layout.mesh() == goal_.mesh()) return false;
     const std::optional<Layout> rejoined = joined(last.layout, goal_.mesh_ptr());
     return rejoined && *rejoined == goal_;
@@ -382,7 +382,7 @@ class Crossings {
   Cost crossing_at_least(const Leg& first, const Leg& last) const {
     const int64_t item = src_.dtype().size_bytes();
     StepCounts least;
-    least.received_bytes = (last.elements - (encounter_.shares_ranks ? first.elements : 0)) * item;
+    least.received_bytes = (last.elements - (common_.shares_ranks ? first.elements : 0)) * item;
     least.touched_bytes = last.elements * item;
     if (last.elements == 0 || least.received_bytes <= 0) {
       return {is_for_time() ? scaled(least.touched_bytes, topology_.memory_ps_per_kib) : 0, 0, 0, 0};
@@ -393,7 +393,7 @@ class Crossings {
   }
 
   Link fastest_link() const {  // best latency and best bandwidth of all links that a crossing may use
-    if (!encounter_.shares_nodes) return topology_.between;
+    if (!common_.shares_nodes) return topology_.between;
     return {std::min(topology_.inside.message_ps, topology_.between.message_ps),
             std::min(topology_.inside.ps_per_kib, topology_.between.ps_per_kib)};
   }
@@ -419,8 +419,7 @@ class Crossings {
       try_policy(first, last, crossing.with_policy(ReplicaPolicy::kEvenBytes));
     }
     const bool has_replicas = first.layout.mesh().group_size(first.layout.replicated_dims()) > 1;
-    const bool may_prefer_nodes =
-        is_for_time() && has_replicas && encounter_.shares_nodes && topology_.ranks_per_node > 0;
+    const bool may_prefer_nodes = is_for_time() && has_replicas && common_.shares_nodes && topology_.ranks_per_node > 0;
     if (may_prefer_nodes && crossing.num_overlaps() <= kMostListed) {
       try_policy(first, last, crossing.with_policy(ReplicaPolicy::kNodeLocal, topology_.ranks_per_node));
     }
@@ -456,7 +455,7 @@ class Crossings {
   const CrossingCost cost_;
   const bool may_split_;
   std::vector<int> tensor_dims_;
-  Encounter encounter_;
+  CommonMembers common_;
   std::vector<Leg> before_;
   std::vector<Leg> after_;
   std::optional<Cost> best_cost_;

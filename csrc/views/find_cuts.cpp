@@ -171,7 +171,7 @@ class Fit {
   std::variant<std::vector<std::vector<Cut>>, NoFit> run() {
     NoFit conflicts;  // the mesh dims that several dims depend on
     for (size_t x = 0; x < cut_of_.size(); ++x) {
-      const std::vector<size_t> depending = dims_that_depend_on(held_.mesh_dims[x]);
+      const std::vector<size_t> depending = dependent_dims(held_.mesh_dims[x]);
       const std::string& name = held_.mesh.dim_names()[static_cast<size_t>(held_.mesh_dims[x])];
       if (depending.size() > 1) {
         conflicts.reason = concat("mesh dim '", name, "' would have to cut both dim ", depending[0], " and dim ",
@@ -210,7 +210,7 @@ class Fit {
 
   // Returns the dims whose parts differ between ranks that differ only in this mesh dim. Ranks without elements do not
   // count.
-  std::vector<size_t> dims_that_depend_on(int mesh_dim) const {
+  std::vector<size_t> dependent_dims(int mesh_dim) const {
     std::vector<size_t> depending;
     for (size_t j = 0; j < dims_.size(); ++j) {
       bool differs = false;
@@ -264,7 +264,7 @@ class Fit {
       if (!dim_cuts) return false;
       cuts.push_back(std::move(*dim_cuts));
     }
-    return make_what_is_held(cuts);
+    return reproduce_held_parts(cuts);
   }
 
   // Returns the part of dim j at each combination of coordinates on these mesh dims.
@@ -284,7 +284,7 @@ class Fit {
   }
 
   // Returns true if the cuts give the rank at each position exactly the elements that it holds, in order.
-  bool make_what_is_held(const std::vector<std::vector<Cut>>& cuts) const {
+  bool reproduce_held_parts(const std::vector<std::vector<Cut>>& cuts) const {
     for (size_t i = 0; i < held_.positions.size(); ++i) {
       bool holds = true;
       for (size_t j = 0; j < dims_.size(); ++j) {

@@ -27,12 +27,12 @@ TEST(Lowering, IsFoundByItsName) {
 
 TEST(Lowering, AppliesSizeThresholds) {
   EXPECT_FALSE(Lowering::kNccl.copies_gather(2, 1));
-  EXPECT_FALSE(Lowering::kNccl.goes_by_messages(int64_t{1} << 40));
+  EXPECT_FALSE(Lowering::kNccl.uses_messages(int64_t{1} << 40));
   EXPECT_TRUE(Lowering::kGloo.copies_gather(2, int64_t{1} << 40));
   EXPECT_TRUE(Lowering::kGloo.copies_gather(3, int64_t{1} << 20));
   EXPECT_FALSE(Lowering::kGloo.copies_gather(3, (int64_t{1} << 20) + 1));
-  EXPECT_FALSE(Lowering::kGloo.goes_by_messages((int64_t{1} << 18) - 1));
-  EXPECT_TRUE(Lowering::kGloo.goes_by_messages(int64_t{1} << 18));
+  EXPECT_FALSE(Lowering::kGloo.uses_messages((int64_t{1} << 18) - 1));
+  EXPECT_TRUE(Lowering::kGloo.uses_messages(int64_t{1} << 18));
 }
 
 TEST(Lowering, FollowsFromTheBackend) {

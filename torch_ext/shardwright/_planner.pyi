@@ -163,7 +163,7 @@ class Lowering:
     def is_on_device(self) -> bool:
         """True if transfers read and write device memory; otherwise they use host memory."""
 
-    def goes_by_messages(self, bytes_to_each_peer: int) -> bool:
+    def uses_messages(self, bytes_to_each_peer: int) -> bool:
         """True if an exchange of this size is sent as messages. Otherwise it is one all-to-all."""
 
     def __eq__(self, other: object) -> bool: ...
@@ -978,8 +978,8 @@ class Attention:
     def key_rows(self, rank: int) -> int:
         """Returns the number of key positions that a rank holds."""
 
-    def as_on_all_ranks(self) -> Attention:
-        """Returns this attention without the form of the mask tensor, which may differ between ranks."""
+    def with_default_mask(self) -> Attention:
+        """Returns this attention without the dtype and shape of the mask tensor, which may differ between ranks."""
 
     def counts(self, rank: int) -> tuple[int, int, int, int]:
         """Returns the numbers of full, triangular and other block products, and of unmasked (query, key) pairs."""

@@ -177,7 +177,7 @@ def context_parallel(
     Raises:
         ValueError: the mesh has several dims; buffers have different lengths or gradients. Within the block, calls of
             attention raise it for dropout, ``need_weights``, masks without a column for each key of the full sequence,
-            and DTensors that do not cut the sequence over the mesh.
+            and DTensors that do not shard the sequence over the mesh.
     """
     tensors = argument_values.items(() if buffers is None else buffers, "buffers", "a list of tensors")
     dims = argument_values.items(

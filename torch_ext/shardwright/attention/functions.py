@@ -48,8 +48,8 @@ def scaled_dot_product_attention(
 
     Args:
         q: shape [batch, heads, sequence, depth]: float32, bfloat16, float16 or, not on CUDA, float64. Plain tensors are
-            this rank's part of the sequence. DTensors have placements: one mesh dim may cut the sequence, others batch
-            and heads, along which nothing moves. Or q, k and v are all [batch, sequence, depth], with one head.
+            this rank's part of the sequence. DTensors have placements: one mesh dim may shard the sequence, others
+            batch and heads, along which nothing moves. Or q, k and v are all [batch, sequence, depth], with one head.
         k, v: shaped and placed like `q`; with `enable_gqa` they may have fewer heads. `v` may have another depth, which
             is the depth of the result. Both may belong to another sequence, sharded over the same ranks or replicated:
             see `kv_size` and `kv_layout`. With DTensors, size and placements of `k` describe it.

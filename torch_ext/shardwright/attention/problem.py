@@ -260,7 +260,7 @@ def _agree(
     device_type: str,
 ) -> None:
     """Raises on all ranks if one has an error or if arguments differ. All ranks that share the sequence must call."""
-    text = "" if attention is None else attention.as_on_all_ranks().to_text(False)
+    text = "" if attention is None else attention.with_default_mask().to_text(False)
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
     words = GroupWords(carrier)
     digests = words.compare(Statement("attention"), refusal, torch.tensor([digest]))

@@ -177,7 +177,7 @@ def _all_to_all(job: Job, measurement: _Series) -> Callable[[], object]:
         return lambda: None
     team = measurement.team
     sent, received = torch.zeros(2, measurement.sent_bytes, dtype=torch.uint8, device=job.device)
-    if job.lowering.goes_by_messages(measurement.sent_bytes // measurement.peers):
+    if job.lowering.uses_messages(measurement.sent_bytes // measurement.peers):
         peers = [rank for rank in dist.get_process_group_ranks(team) if rank != dist.get_rank()]
         parts = sent.chunk(measurement.peers), received.chunk(measurement.peers)
         return lambda: _start_messages(team, peers, *parts)()
