@@ -101,7 +101,7 @@ def _apply() -> None:
         dtensor_redistribute.note_explicit_gather = overlapping.note_explicit_gather
     if mode.views or modes.current().views:
         view_rules.install() if mode.views else view_rules.uninstall()
-    patch.tell_compile_caches_apart(mode.on, mode.views)
+    patch.separate_compile_caches(mode.on, mode.views)
     modes.apply(mode)
 
 

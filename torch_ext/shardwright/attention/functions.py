@@ -94,7 +94,7 @@ def scaled_dot_product_attention(
         torch.distributed.DistBackendError: a transfer failed or timed out.
     """
     _check_no_dropout(dropout_p)
-    options = ask(is_causal, mask, scale, enable_gqa, method, chunks, save, merge, size, layout, kv_size, kv_layout)
+    options = checked(is_causal, mask, scale, enable_gqa, method, chunks, save, merge, size, layout, kv_size, kv_layout)
     tensors, is_3d = _of_four_dims(_as_autocast(q, k, v), mask)
     call = call_for(options, tensors, group)
     q, k, v = tensors[:3]
@@ -119,12 +119,12 @@ def explain(
         raise TypeError(f"explain() got an unexpected keyword argument {unknown[0]!r}")
     arguments.pop("return_lse", None)
     _check_no_dropout(arguments.pop("dropout_p", 0.0))
-    options = ask(**{**_DEFAULTS, **arguments})
+    options = checked(**{**_DEFAULTS, **arguments})
     attention = plan(options, tensors, group).attention
     return attention.describe(*tables_of(attention, tensors[0].device.type))
 
 
-# Default arguments of `ask`, for `explain`.
+# Default arguments of `checked`, for `explain`.
 _DEFAULTS: dict[str, Any] = {
     **dict.fromkeys(("mask", "scale", "chunks", "size", "layout", "kv_size", "kv_layout")),
     "is_causal": False,
@@ -135,7 +135,7 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 
-def ask(
+def checked(
     is_causal: bool,
     mask: Mask | torch.Tensor | None,
     scale: float | None,

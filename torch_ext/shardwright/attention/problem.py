@@ -113,14 +113,14 @@ def call_for(options: Options, tensors: Sequence[torch.Tensor], group: dist.Proc
         options = options._replace(
             kv_layout=options.kv_layout.text(options.size if options.kv_size is None else options.kv_size)
         )
-    refusal, call = _find_out(tuple(options), tuple(meta_of(tensor) for tensor in tensors), group)
+    refusal, call = _planned_call(tuple(options), tuple(meta_of(tensor) for tensor in tensors), group)
     if refusal is not None:
         raise ValueError(refusal)
     return call
 
 
 @torch._dynamo.assume_constant_result
-def _find_out(
+def _planned_call(
     options: tuple[Any, ...], metas: tuple[tuple[Any, ...], ...], group: dist.ProcessGroup | None
 ) -> tuple[str | None, Any]:
     """Returns an error message or None, and the operators' arguments."""

@@ -158,15 +158,15 @@ class _Crossing(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: DTensor | None) -> tuple[DTensor | None, ...]:  # type: ignore[override]
         options = ctx.async_op, None, ctx.make_groups
-        ends = way_back(gradient, ctx.source, ctx.target, ctx.backward_dtype, *options)
+        ends = gradient_move(gradient, ctx.source, ctx.target, ctx.backward_dtype, *options)
         moved: DTensor = _Crossing.apply(*ends, *options)  # type: ignore[no-untyped-call]
         return moved.to(ctx.source.tensor_meta.dtype), None, None, None, None, None
 
 
-def way_back(
+def gradient_move(
     gradient: DTensor | None, source: DTensorSpec, target: DTensorSpec, dtype: torch.dtype, *options: Any
 ) -> tuple[DTensor, DTensorSpec, DTensorSpec]:
-    """Returns the gradient of a tensor that moved from `source` to `target`, its spec, and its spec after the way back.
+    """Returns the gradient of a tensor that moved from `source` to `target`, its spec, and its spec after the backward.
 
     All ranks return the same specs. Without a gradient, returns zeros in `target`. `options` are the last arguments of
     `_Crossing`.

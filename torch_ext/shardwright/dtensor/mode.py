@@ -144,7 +144,7 @@ def mode_in_effect() -> Mode:
     return _current if changes is None else changes.mode_at(node._sequence_nr())
 
 
-def remembering(forward: Callable[..., Any]) -> Callable[..., Any]:
+def keeping_mode(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps the forward of an autograd function, so that its node (its ctx) keeps the mode for the backward."""
 
     @functools.wraps(forward)

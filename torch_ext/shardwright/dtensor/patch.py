@@ -52,7 +52,7 @@ def _take_forwards(undo: contextlib.ExitStack) -> None:
     nested = getattr(torch_redistribute, "NestedRedistribute", None)  # came with torch 2.12
     for function in filter(None, (torch_redistribute.Redistribute, nested, shortcut.Redistribute)):
         original = function.forward
-        function.forward = staticmethod(mode.remembering(original))
+        function.forward = staticmethod(mode.keeping_mode(original))
         undo.callback(setattr, function, "forward", staticmethod(original))
 
 
@@ -81,12 +81,12 @@ class _FunctionReferences:
     def replace(self, original: Any, ours: Any, *, by_ours: bool) -> None:
         """Replaces `original` by `ours`, or the reverse, under any name, except in the module that defines `ours`."""
         old, new = (original, ours) if by_ours else (ours, original)
-        self._look_for(original, ours)
+        self._add_references(original, ours)
         for names, name in self._bindings:
             if names.get(name) is old:
                 names[name] = new
 
-    def _look_for(self, original: Any, ours: Any) -> None:
+    def _add_references(self, original: Any, ours: Any) -> None:
         """Adds the names that refer to either function in modules that were not searched yet."""
         if self._pair is None or self._pair[0] is not original or self._pair[1] is not ours:
             self._pair = (original, ours)
@@ -112,7 +112,7 @@ class _FunctionReferences:
 _references = _FunctionReferences()
 
 
-def tell_compile_caches_apart(on: bool, views: bool) -> None:
+def separate_compile_caches(on: bool, views: bool) -> None:
     """Adds this rank to the tag of PyTorch's on-disk cache of compiled code, or removes it again.
 
     The cache's key comes from Dynamo's graph, in which a redistribute is a method call of a DTensor. The key contains

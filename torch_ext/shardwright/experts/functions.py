@@ -306,7 +306,7 @@ def _dispatch(arguments: Given, ranks: ExpertRanks, codes: torch.Tensor) -> Disp
     state.exchange(_exchange(ranks.group_name, wire, routes, receive, device), codes.to(device))
     if nodes is not None:
         copies = state.forward_in_node(nodes)
-    arrived = state.arrive(state.expand(sum(copies)), dropped)
+    arrived = state.dispatched(state.expand(sum(copies)), dropped)
     arrived.handle._compares = ranks.words.device.type == "cpu"
     return arrived
 
@@ -338,7 +338,7 @@ def _dispatch_fixed(arguments: Given, ranks: ExpertRanks) -> Dispatched:
     *expansion, beyond = _runtime.expand_rows_on_device(
         state.codes, ranks.first_replica, num_local, None, capacity, most
     )
-    return state.arrive(tuple(expansion), dropped + beyond)
+    return state.dispatched(tuple(expansion), dropped + beyond)
 
 
 class _DispatchState:
@@ -390,7 +390,7 @@ class _DispatchState:
             return _runtime.expand_rows(self.codes.contiguous(), first, num_local, self.origins)
         return _runtime.expand_rows_on_device(self.codes, first, num_local, self.origins, _NO_CAPACITY, num_copies)[:3]
 
-    def arrive(self, expansion: tuple[torch.Tensor, ...], dropped: int | torch.Tensor) -> Dispatched:
+    def dispatched(self, expansion: tuple[torch.Tensor, ...], dropped: int | torch.Tensor) -> Dispatched:
         """Returns the result of the dispatch. `expansion` is (pairs, places, tokens per expert); see `Expansion`."""
         pairs, copies, tokens_per_expert = expansion
         rows = torch.div(pairs, self.given.top_k, rounding_mode="floor")

@@ -74,11 +74,11 @@ def operator(
     arguments = arguments_of(plan, group=group, device_mesh=device_mesh)
     backward = {"plan": "", "groups": []}
     try:
-        way_back = _planner.gradient_layout(dst, "dst"), _planner.gradient_layout(src, "src")
+        gradient_layouts = _planner.gradient_layout(dst, "dst"), _planner.gradient_layout(src, "src")
     except ValueError:  # the reductions have no gradient
-        way_back = None
-    if way_back is not None:
-        plan_back = executables.make_plan(*way_back, device_type, group)
+        gradient_layouts = None
+    if gradient_layouts is not None:
+        plan_back = executables.make_plan(*gradient_layouts, device_type, group)
         backward = arguments_of(plan_back, group=group, device_mesh=device_mesh)
     return functools.partial(
         torch.ops.shardwright.redistribute,

@@ -104,18 +104,18 @@ class _RedistributeMany(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: DTensor | None) -> tuple[DTensor | None, ...]:
-        items = [_way_back(g, source, target) for g, (source, target) in zip(gradients, ctx.specs, strict=True)]
+        items = [_gradient_item(g, source, target) for g, (source, target) in zip(gradients, ctx.specs, strict=True)]
         return None, None, None, None, None, *_move(items, ctx.options)
 
 
-def _way_back(gradient: DTensor | None, source: DTensorSpec, target: DTensorSpec) -> _Item:
+def _gradient_item(gradient: DTensor | None, source: DTensorSpec, target: DTensorSpec) -> _Item:
     """Returns the move of a gradient; of zeros if this rank has none.
 
     As in PyTorch's own backward, a placement that is the same pending reduction in gradient and x stays pending.
     """
     assert source.tensor_meta is not None
     dtype = source.tensor_meta.dtype
-    gradient, here, there = crossing.way_back(gradient, source, target, dtype, False, None, True)
+    gradient, here, there = crossing.gradient_move(gradient, source, target, dtype, False, None, True)
     if here.mesh == there.mesh:
         pairs = zip(source.placements, here.placements, there.placements, strict=True)
         placements = tuple(old if old.is_partial() and old == now else new for old, now, new in pairs)

@@ -25,7 +25,7 @@ from ..graph.fakes import constant, meta_of, on_fakes, uncompiled
 from ..runtime import executables, groups
 from . import tensors
 from .running import Product, Where
-from .tensors import Planned, ask, autocast, gradient_placements, planned
+from .tensors import Planned, autocast, gradient_placements, planned, product_key
 
 # A product's text, the name of its process group or names of its mesh's groups, and the rank, because shapes differ
 # between ranks.
@@ -75,7 +75,7 @@ Flags = Sequence[bool]
 @torch.library.impl("shardwright::multiply", "CompositeExplicitAutograd")
 def _multiply(x: torch.Tensor, weights: Tensors, biases: Tensors, scales: Tensors, *name: Any) -> list[torch.Tensor]:
     """Returns the results, then the gathered operand if the product keeps it."""
-    return _apart(_product(name, x).forward([x, *weights, *biases], scales), [x, *weights, *biases])
+    return _unaliased(_product(name, x).forward([x, *weights, *biases], scales), [x, *weights, *biases])
 
 
 @torch.library.impl("shardwright::multiply_backward", "CompositeExplicitAutograd")
@@ -83,10 +83,10 @@ def _multiply_backward(x: torch.Tensor, weights: Tensors, dys: Tensors, needs: F
     """Returns the gradients of operand, weights and biases that are needed."""
     dense = [dy.contiguous() for dy in dys]
     gradients = _product(name, x).backward(x, *weights, dys=dense, layouts=[None] * len(dense), needs=needs)
-    return _apart([gradient for gradient in gradients if gradient is not None], [x, *weights, *dys])
+    return _unaliased([gradient for gradient in gradients if gradient is not None], [x, *weights, *dys])
 
 
-def _apart(outputs: Tensors, inputs: Tensors) -> list[torch.Tensor]:
+def _unaliased(outputs: Tensors, inputs: Tensors) -> list[torch.Tensor]:
     """Clones outputs that share memory with an input, because operators must not return their inputs."""
     taken = {tensor.untyped_storage().data_ptr() for tensor in inputs}
     return [output.clone() if output.untyped_storage().data_ptr() in taken else output for output in outputs]
@@ -153,7 +153,7 @@ _UNEVEN = "uneven"
 
 
 @torch._dynamo.assume_constant_result
-def _find_out(function: str, weights: int, scales: int, metas: Sequence[Any], options: dict[str, Any]) -> Any:
+def _plan_in_graph(function: str, weights: int, scales: int, metas: Sequence[Any], options: dict[str, Any]) -> Any:
     """Plans a product from the descriptions of operand, weights, biases and scales. Returns five items for the graph:
 
     - an error message if the arguments are wrong, else None
@@ -167,7 +167,7 @@ def _find_out(function: str, weights: int, scales: int, metas: Sequence[Any], op
 
     def plan(x: Any, *others: Any) -> Planned:
         end = len(others) - scales
-        return planned(ask(function, x, **options), weights, (x, *others[:end]), others[end:])
+        return planned(product_key(function, x, **options), weights, (x, *others[:end]), others[end:])
 
     try:
         product, transposed, specs = on_fakes(metas, plan)
@@ -205,7 +205,7 @@ def multiply(
         operands = autocast(operands)
     metas = [None if tensor is None else meta_of(tensor) for tensor in (*operands, *scales)]
     constants = {name: constant(value) for name, value in options.items()}
-    wrong, name, transposed, results, operand = _find_out(function, len(weights), len(scales), metas, constants)
+    wrong, name, transposed, results, operand = _plan_in_graph(function, len(weights), len(scales), metas, constants)
     if wrong is not None:
         raise ValueError(wrong)
     if name == _UNEVEN:

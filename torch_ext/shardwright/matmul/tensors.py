@@ -30,7 +30,7 @@ class ProductKey(NamedTuple):
     options: tuple[tuple[str, Any], ...]  # options of `_planner.plan_product`
 
 
-def ask(
+def product_key(
     function: str,
     x: torch.Tensor,
     placements: Any = None,
@@ -84,11 +84,12 @@ def multiply(
 ) -> Any:
     """Returns one result per weight. `scales` belong to x and the weights; all are None if operands are not scaled.
 
-    `options` are passed to `ask`. Raises ValueError for invalid arguments; a combination is checked when first used.
+    `options` are passed to `product_key`. Raises ValueError for invalid arguments; a combination is checked when first
+    used.
     """
     is_scaled = any(scale is not None for scale in scales)
     tensors = [x, *weights, *biases] if is_scaled else autocast([x, *weights, *biases])
-    product, transposed, specs = planned(ask(function, x, **options), len(weights), tensors, scales)
+    product, transposed, specs = planned(product_key(function, x, **options), len(weights), tensors, scales)
     if product is None:
         nothing = tensors[0]._local_tensor.new_empty(0, dtype=specs[0].tensor_meta.dtype)  # type: ignore[union-attr]
         return [_new_dtensor(nothing, spec, requires_grad=x.requires_grad) for spec in specs]

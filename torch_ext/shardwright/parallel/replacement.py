@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from ..layouts.errors import argument_error
-from .styles import annotate, hand_out, install_forward
+from .styles import annotate, as_output, install_forward
 
 _STYLES = (torch_parallel.ColwiseParallel, torch_parallel.RowwiseParallel)
 
@@ -82,7 +82,7 @@ def _before(input_layouts: tuple[Placement, ...], mesh: DeviceMesh) -> Callable[
 
 
 def _after(use_local_output: bool, mesh: DeviceMesh) -> Callable[..., Any]:
-    return lambda layer, inputs, output: hand_out(use_local_output, layer, output, mesh)
+    return lambda layer, inputs, output: as_output(use_local_output, layer, output, mesh)
 
 
 def _keep_shards(module: nn.Module) -> None:

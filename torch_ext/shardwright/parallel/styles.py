@@ -123,7 +123,7 @@ def _distribute(
         device_mesh,
         style._partition_linear_fn,
         partial(annotate, style.input_layouts),
-        partial(hand_out, style.use_local_output),
+        partial(as_output, style.use_local_output),
     )
     install_forward(module, {"placements": style.output_layouts, **how}, shares_gather)
     return module
@@ -199,6 +199,6 @@ def _forward_sharing(module: nn.Linear, x: DTensor) -> DTensor:
     return y
 
 
-def hand_out(use_local_output: bool, module: nn.Module, output: DTensor, device_mesh: DeviceMesh) -> torch.Tensor:
+def as_output(use_local_output: bool, module: nn.Module, output: DTensor, device_mesh: DeviceMesh) -> torch.Tensor:
     """Returns the layer's output, as this rank's part if `use_local_output`."""
     return output.to_local() if use_local_output else output

@@ -36,10 +36,10 @@ def _put(tensors: Tensors, name: str, mapped: Mapped, rule: Rule, problems: list
     elif (other.shape, other.dtype) == (mapped.shape, mapped.dtype):
         tensors[name] = other._replace(pieces=other.pieces + mapped.pieces)
     else:
-        problems.append(f"{rule}: makes {name} with {_what(mapped)}, but it exists already with {_what(other)}")
+        problems.append(f"{rule}: makes {name} with {_spec(mapped)}, but it exists already with {_spec(other)}")
 
 
-def _what(mapped: Mapped) -> str:
+def _spec(mapped: Mapped) -> str:
     """Returns dtype and shape as text."""
     return f"{mapped.dtype} of shape {mapped.shape}"
 
@@ -117,7 +117,7 @@ class Fuse(Rule):
         elif any(size % self.groups for size in sizes):
             refusal = f"dim {dim} of every part must be a multiple of {self.groups} groups"
         if refusal:
-            given = ", ".join(f"{name} ({_what(part)})" for name, part in zip(names, parts))
+            given = ", ".join(f"{name} ({_spec(part)})" for name, part in zip(names, parts))
             problems.append(f"{self}: {refusal}, got {given}")
             return None
         pieces = []
@@ -222,8 +222,8 @@ class Stack(Rule):
         for index, part in parts.items():
             if (part.shape, part.dtype) != (shape, dtype):
                 problems.append(
-                    f"{self}: slices must have one shape and dtype, got {names[first]} with {_what(parts[first])} and "
-                    f"{names[index]} with {_what(part)}"
+                    f"{self}: slices must have one shape and dtype, got {names[first]} with {_spec(parts[first])} and "
+                    f"{names[index]} with {_spec(part)}"
                 )
                 return None
         dim = _dim_of(self.dim, len(shape) + 1)

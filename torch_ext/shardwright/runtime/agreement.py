@@ -110,7 +110,7 @@ def values_text(statements: Mapping[R, str]) -> str:
     """Returns a text such as "4 on ranks [0, 2]; 8 on ranks [1]". Long values are cut around the first difference."""
     texts = by_value(statements)
     first = len(os.path.commonprefix(list(texts)))
-    return "; ".join(f"{_around(text, first)} on {ranks_text(ranks)}" for text, ranks in texts.items())
+    return "; ".join(f"{_excerpt(text, first)} on {ranks_text(ranks)}" for text, ranks in texts.items())
 
 
 def ranks_text(ranks: Sequence[R]) -> str:
@@ -120,7 +120,7 @@ def ranks_text(ranks: Sequence[R]) -> str:
     return shown if isinstance(ranks[0], str) else f"ranks [{shown}]"
 
 
-def _around(text: str, index: int) -> str:
+def _excerpt(text: str, index: int) -> str:
     """Returns a long text cut to _MAX_CHARACTERS characters, from shortly before index `index` on."""
     begin = max(index - _CHARACTERS_BEFORE, 0) if len(text) > _MAX_CHARACTERS else 0
     end = begin + _MAX_CHARACTERS

@@ -30,14 +30,14 @@ class _Setting(NamedTuple):
     timeout_seconds: float
 
 
-def _is_asked_for(value: str) -> bool:
+def _is_enabled(value: str) -> bool:
     """Returns True if the environment variable turns the mode on."""
     if value not in ("", "0", "1"):
         raise argument_error("SHARDWRIGHT_CHECK_RANKS", "0 or 1 in the environment", repr(value))
     return value == "1"
 
 
-_setting = _Setting(_is_asked_for(os.environ.get("SHARDWRIGHT_CHECK_RANKS", "")), DEFAULT_TIMEOUT_SECONDS)
+_setting = _Setting(_is_enabled(os.environ.get("SHARDWRIGHT_CHECK_RANKS", "")), DEFAULT_TIMEOUT_SECONDS)
 _runtime.compare_ranks(_setting.on)
 
 

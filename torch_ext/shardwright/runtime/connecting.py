@@ -232,7 +232,7 @@ class _JobExchange:
             self.store.set(self._timeout_key(), self.me)
             raise RuntimeError(
                 f"connect: {self.me} waited {timeout.total_seconds():g} s for {self.world_size} ranks, but only "
-                f"{len(here)} called: {_who(here)}; {_missing(here)}"
+                f"{len(here)} called: {_listed(here)}; {_missing(here)}"
             )
         self._check_equal(here, "backend", "backend of the default group")
         members = {(member["role"], member["rank"]): member for member in here}
@@ -241,7 +241,7 @@ class _JobExchange:
             worlds = ", ".join(f"{size} ({role})" for role, size in sorted(sizes.items()))
             raise RuntimeError(
                 f"connect: the {self.world_size} (world_size) ranks must be all ranks of two or more jobs with "
-                f"different roles, got {_who(here)}. The jobs have {worlds} ranks"
+                f"different roles, got {_listed(here)}. The jobs have {worlds} ranks"
             )
         return members
 
@@ -249,7 +249,7 @@ class _JobExchange:
         """Raises RuntimeError unless all members have the same value of a field. `what` names it in the error."""
         values = sorted({member[field] for member in members}, key=str)
         if len(values) > 1:
-            texts = "; ".join(f"{value} ({_who([m for m in members if m[field] == value])})" for value in values)
+            texts = "; ".join(f"{value} ({_listed([m for m in members if m[field] == value])})" for value in values)
             raise RuntimeError(f"connect: {what} must be the same in all jobs, got {texts}")
 
     def compare(self, texts: dict[str, str], members: Sequence[tuple[str, int]], timeout: timedelta) -> None:
@@ -284,7 +284,7 @@ def _text(value: Any, name: str) -> str:
     raise argument_error(f"declared[{name!r}]", allowed, f"a {type(value).__name__}")
 
 
-def _who(members: Sequence[dict[str, Any]]) -> str:
+def _listed(members: Sequence[dict[str, Any]]) -> str:
     """Returns a text such as "server 0, 1; trainer 0, 2"."""
     by_role: dict[str, list[int]] = {}
     for member in members:

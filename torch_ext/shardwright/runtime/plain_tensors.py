@@ -279,13 +279,13 @@ class _RedistributeLocal(torch.autograd.Function):
         device_mesh: DeviceMesh | None,
         async_op: bool,
     ) -> torch.Tensor:
-        ctx.way_back = (gradient_layout(dst, "dst"), gradient_layout(src, "src"), groups.weakly(group), device_mesh)
+        ctx.move = (gradient_layout(dst, "dst"), gradient_layout(src, "src"), groups.weakly(group), device_mesh)
         local = waited(local)
         output = executables.run(_executable(local, src, dst, group, device_mesh), local, async_op)
         return output.view_as(output) if output is local else output
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        src, dst, group, device_mesh = ctx.way_back
+        src, dst, group, device_mesh = ctx.move
         gradient = redistribute_local(gradients[0], src, dst, group=group.get(), device_mesh=device_mesh)
         return gradient, None, None, None, None, None
