@@ -214,22 +214,22 @@ void RankClasses::add_cuts(std::vector<IntervalList>& shapes, std::span<const Cu
 }
 
 RankSample RankClasses::product(const std::vector<std::vector<int64_t>>& coordinates) const {
-  RankSample seen{{0}, {1}};
+  RankSample sample{{0}, {1}};
   for (int d = 0; d < mesh_.ndim(); ++d) {
     RankSample more;
-    for (size_t i = 0; i < seen.positions.size(); ++i) {
+    for (size_t i = 0; i < sample.positions.size(); ++i) {
       for (size_t c = 0; c < coordinates[d].size(); ++c) {
         const int64_t next = c + 1 < coordinates[d].size() ? coordinates[d][c + 1] : mesh_.dim_size(d);
-        more.positions.push_back(seen.positions[i] + coordinates[d][c] * mesh_.stride(d));
-        more.weights.push_back(seen.weights[i] * (next - coordinates[d][c]));
+        more.positions.push_back(sample.positions[i] + coordinates[d][c] * mesh_.stride(d));
+        more.weights.push_back(sample.weights[i] * (next - coordinates[d][c]));
       }
     }
-    seen = std::move(more);
+    sample = std::move(more);
   }
-  return seen;
+  return sample;
 }
 
-RankSample RankClasses::seen(int64_t max_ranks) const {
+RankSample RankClasses::sample(int64_t max_ranks) const {
   std::vector<std::vector<int64_t>> coordinates(mesh_.ndim());
   __int128 count = 1;
   for (int d = 0; d < mesh_.ndim(); ++d) {
@@ -246,11 +246,11 @@ RankSample RankClasses::seen(int64_t max_ranks) const {
   count = 1;
   for (int d = 0; d < mesh_.ndim(); ++d) {
     const int64_t size = mesh_.dim_size(d);
-    std::set<int64_t> sample(starts_[d].begin(), std::prev(starts_[d].end()));
-    if (each_apart_.contains(d)) sample.insert({1 % size, size / 2, std::max<int64_t>(size - 2, 0)});
-    sample.insert(size - 1);
-    coordinates[d].assign(sample.begin(), sample.end());
-    count *= static_cast<int64_t>(sample.size());
+    std::set<int64_t> kept(starts_[d].begin(), std::prev(starts_[d].end()));
+    if (each_apart_.contains(d)) kept.insert({1 % size, size / 2, std::max<int64_t>(size - 2, 0)});
+    kept.insert(size - 1);
+    coordinates[d].assign(kept.begin(), kept.end());
+    count *= static_cast<int64_t>(kept.size());
   }
   for (int d = mesh_.ndim(); d-- > 0 && count > max_ranks;) {
     count /= static_cast<int64_t>(coordinates[d].size());
@@ -258,9 +258,9 @@ RankSample RankClasses::seen(int64_t max_ranks) const {
     if (mesh_.dim_size(d) > 1 && 2 * count <= max_ranks) coordinates[d].push_back(mesh_.dim_size(d) - 1);
     count *= static_cast<int64_t>(coordinates[d].size());
   }
-  RankSample seen = product(coordinates);
-  seen.is_complete = false;
-  return seen;
+  RankSample sample = product(coordinates);
+  sample.is_complete = false;
+  return sample;
 }
 
 }  // namespace shardwright

@@ -104,7 +104,7 @@ class RankClasses {
 
   // Returns one rank of each class. If there are more than `max_ranks` classes, returns the ranks at outermost and
   // boundary coordinates.
-  RankSample seen(int64_t max_ranks = kMaxRanksWalked) const;
+  RankSample sample(int64_t max_ranks = kMaxRanksWalked) const;
 
  private:
   // Separates ranks that hold or exchange different amounts of one tensor dim, which has n elements.

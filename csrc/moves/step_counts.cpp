@@ -44,7 +44,7 @@ StepCounts counts_by_walking(const Step& step, Lowering lowering) {
       !is_uneven_by_rule(step) && first_part_is_largest(step.before) && first_part_is_largest(step.after);
   RankClasses classes(mesh);
   traffic.split_classes(classes);
-  for (const int64_t position : classes.seen().positions) {
+  for (const int64_t position : classes.sample().positions) {
     bool is_looked_at = true;
     for (int d = 0; d < mesh.ndim() && one_group_is_enough; ++d) {
       is_looked_at = is_looked_at && (step.mesh_dims.contains(d) || mesh.coordinate(position, d) == 0);

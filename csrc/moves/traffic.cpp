@@ -221,25 +221,25 @@ TrafficTotals totals(const Plan& plan) {
     steps.emplace_back(step, plan.lowering);
     steps.back().split_classes(classes);
   }
-  const RankSample seen = classes.seen();
+  const RankSample sample = classes.sample();
   TrafficTotals result;
   for (const StepTraffic& step : steps) result.steps += step.step().rounds;
   std::vector<TrafficTotals::OfStep> of_steps(steps.size());
-  for (size_t i = 0; i < seen.positions.size(); ++i) {
+  for (size_t i = 0; i < sample.positions.size(); ++i) {
     Traffic all;
     for (size_t s = 0; s < steps.size(); ++s) {
-      const Traffic traffic = steps[s].at(seen.positions[i]);
+      const Traffic traffic = steps[s].at(sample.positions[i]);
       of_steps[s].add(traffic);
       all = all + traffic;
     }
     result.received_bytes_max = std::max(result.received_bytes_max, all.received_bytes);
-    result.received_bytes_sum += all.received_bytes * seen.weights[i];
+    result.received_bytes_sum += all.received_bytes * sample.weights[i];
     result.sent_bytes_max = std::max(result.sent_bytes_max, all.sent_bytes);
     result.messages_max = std::max(result.messages_max, all.messages);
     result.sent_messages_max = std::max(result.sent_messages_max, all.sent_messages);
   }
-  if (seen.is_complete || steps.size() == 1) result.of_steps = by_step(plan, of_steps);
-  if (seen.is_complete) return result;
+  if (sample.is_complete || steps.size() == 1) result.of_steps = by_step(plan, of_steps);
+  if (sample.is_complete) return result;
   result.received_bytes_sum = 0;
   for (size_t s = 0; s < steps.size(); ++s) {
     const std::optional<int64_t> sum = total_received_bytes(steps[s].step(), plan.lowering);
@@ -267,7 +267,7 @@ Bound lower_bound(const Layout& src, const Layout& dst) {
     const int64_t most = dst.largest_part_elements();
     RankClasses classes(mesh);
     classes.add(src, dst);
-    const RankSample seen = classes.seen();
+    const RankSample sample = classes.sample();
     KnownParts held(src);
     KnownParts needed(dst);
     const auto missing_at = [&](int64_t position) {
@@ -280,12 +280,12 @@ Bound lower_bound(const Layout& src, const Layout& dst) {
       }
       return needed.num_elements(coordinates) - own;
     };
-    for (size_t i = 0; i < seen.positions.size(); ++i) {
-      const int64_t missing = missing_at(seen.positions[i]);
+    for (size_t i = 0; i < sample.positions.size(); ++i) {
+      const int64_t missing = missing_at(sample.positions[i]);
       bound.bytes_max = std::max(bound.bytes_max, missing * item);
-      bound.bytes_sum += missing * item * seen.weights[i];
+      bound.bytes_sum += missing * item * sample.weights[i];
     }
-    if (!seen.is_complete) {
+    if (!sample.is_complete) {
       const std::optional<int64_t> kept = shared.sum();
       bound.bytes_sum = kept ? (total_held_elements(dst) - *kept) * item : bound.bytes_max;
     }

@@ -128,7 +128,7 @@ int64_t ProgramMemory::peak_of_step(size_t step, Rank rank) {
 
 // Chooses the ranks to examine. For crossings, and for steps whose peak depends on a following crossing, ranks are not
 // divided into classes: up to `max_ranks` evenly spaced ranks are examined.
-ProgramMemory::Seen ProgramMemory::seen_of(size_t step, int64_t max_ranks) const {
+ProgramMemory::ExaminedRanks ProgramMemory::ranks_to_examine(size_t step, int64_t max_ranks) const {
   const bool looks_ahead = plan_.steps[step].rounds > 1 && step + 1 < steps_.size();
   const bool crosses = is_crossing(plan_.steps[step].op);
   if (crosses || (looks_ahead && is_crossing(plan_.steps[step + 1].op))) {
@@ -139,8 +139,8 @@ ProgramMemory::Seen ProgramMemory::seen_of(size_t step, int64_t max_ranks) const
   RankClasses classes(mesh);
   steps_[step]->split_classes(classes);
   if (looks_ahead) steps_[step + 1]->split_classes(classes);
-  const RankSample seen = classes.seen(max_ranks);
-  return {mesh.ranks_at(seen.positions), seen.is_complete};
+  const RankSample sample = classes.sample(max_ranks);
+  return {mesh.ranks_at(sample.positions), sample.is_complete};
 }
 
 ProgramMemory::MaxPeaks ProgramMemory::max_peak_bytes_by_step(int64_t max_ranks) {
@@ -155,10 +155,10 @@ ProgramMemory::MaxPeaks ProgramMemory::max_peak_bytes_by_step(int64_t max_ranks)
     return maxima;
   }
   for (size_t i = 0; i < steps_.size(); ++i) {
-    const Seen seen = seen_of(i, max_ranks);
+    const ExaminedRanks examined = ranks_to_examine(i, max_ranks);
     std::vector<Traffic> known;
     int64_t peak = 0;
-    for (const Rank rank : seen.ranks) {
+    for (const Rank rank : examined.ranks) {
       if (const std::optional<Traffic> traffic = steps_[i]->traffic_that_decides(rank)) {
         if (std::find(known.begin(), known.end(), *traffic) != known.end()) continue;
         known.push_back(*traffic);
@@ -173,7 +173,7 @@ ProgramMemory::MaxPeaks ProgramMemory::max_peak_bytes_by_step(int64_t max_ranks)
         most && std::any_of(known.begin(), known.end(), [&](const Traffic& traffic) {
           return traffic.received_bytes == most->received_bytes && traffic.sent_bytes == most->sent_bytes;
         });
-    maxima.is_exact = maxima.is_exact && (seen.are_all || has_most);
+    maxima.is_exact = maxima.is_exact && (examined.are_all || has_most);
   }
   return maxima;
 }

@@ -21,7 +21,7 @@ struct PeakBytes {
 
   PeakBytes() = default;
   PeakBytes(int64_t exact) : bytes(exact) {}  // NOLINT: implicit, for a known number
-  PeakBytes(int64_t seen, bool exact) : bytes(seen), is_exact(exact) {}
+  PeakBytes(int64_t peak, bool exact) : bytes(peak), is_exact(exact) {}
 };
 
 // The sizes and lifetimes of the buffers of compile(plan, rank), for many ranks of one plan. Does not list copied
@@ -47,12 +47,12 @@ class ProgramMemory {
   int write_all(Sketch& sketch, Rank rank);
   // Returns the peak of each step, in elements, of a plan in segments.
   std::vector<int64_t> peaks_in_segments(Rank rank);
-  // The ranks to examine for the worst peak.
-  struct Seen {
+  // The ranks to examine for the largest peak.
+  struct ExaminedRanks {
     std::vector<Rank> ranks;
     bool are_all = true;  // true if all ranks, or one of each class, are examined
   };
-  Seen seen_of(size_t step, int64_t max_ranks) const;
+  ExaminedRanks ranks_to_examine(size_t step, int64_t max_ranks) const;
   // Writes one step, starting from the buffer `current`. Returns the buffer that holds the step's result.
   int write(Sketch& sketch, size_t step, Rank rank, int current);
   // Returns the peak bytes of a rank in one step, as if the plan had only this step. The part held before the step is a

@@ -15,7 +15,7 @@ namespace shardwright {
 namespace {
 
 // A sequence of steps and its predicted cost.
-struct Way {
+struct StepSequence {
   std::vector<Step> steps;
   int64_t picoseconds = 0;
   int64_t received_bytes = 0;  // sum over steps of the bytes that the worst rank receives
@@ -66,60 +66,61 @@ std::optional<Step> rearrangement(const Layout& before, const Layout& after, Rep
   return Step{StepOp::kRearrange, {}, before, after, policy};
 }
 
-// Makes ways, and compares them under one set of options and one topology.
-class Ways {
+// Makes sequences of steps, and compares them under one set of options and one topology.
+class Sequences {
  public:
-  Ways(const PlanOptions& options, const Topology& topology) : options_(options), topology_(topology) {}
+  Sequences(const PlanOptions& options, const Topology& topology) : options_(options), topology_(topology) {}
 
   // Appends a step and adds its predicted cost.
-  void add(Way& way, Step step) const {
+  void add(StepSequence& sequence, Step step) const {
     const StepCounts maxima = step_counts(step, options_.lowering);
-    way.picoseconds = saturating_sum(way.picoseconds, predicted_picoseconds(step, maxima, topology_));
-    way.received_bytes += maxima.received_bytes;
-    way.sent_bytes += maxima.sent_bytes;
-    way.steps.push_back(std::move(step));
+    sequence.picoseconds = saturating_sum(sequence.picoseconds, predicted_picoseconds(step, maxima, topology_));
+    sequence.received_bytes += maxima.received_bytes;
+    sequence.sent_bytes += maxima.sent_bytes;
+    sequence.steps.push_back(std::move(step));
   }
 
   // Returns the better of kWholeMessages and kEvenBytes in the one move between layouts with the same pending
   // reductions.
-  Way rearranged(const Layout& before, const Layout& after) const {
-    std::optional<Way> best;
+  StepSequence rearranged(const Layout& before, const Layout& after) const {
+    std::optional<StepSequence> best;
     for (const ReplicaPolicy policy : {ReplicaPolicy::kWholeMessages, ReplicaPolicy::kEvenBytes}) {
-      Way way;
-      if (std::optional<Step> step = rearrangement(before, after, policy)) add(way, std::move(*step));
-      if (!best || is_better(way, *best)) best = std::move(way);
+      StepSequence sequence;
+      if (std::optional<Step> step = rearrangement(before, after, policy)) add(sequence, std::move(*step));
+      if (!best || is_better(sequence, *best)) best = std::move(sequence);
     }
     return std::move(*best);
   }
 
   // Returns the moves between two layouts on one mesh.
-  Way moved(const Layout& before, const Layout& after) const {
+  StepSequence moved(const Layout& before, const Layout& after) const {
     if (needs_rearrangement(before, after)) return rearranged(before, after);
-    Way way;
-    for (Step& step : cheapest_moves(before, after, options_, topology_)) add(way, std::move(step));
-    return way;
+    StepSequence sequence;
+    for (Step& step : cheapest_moves(before, after, options_, topology_)) add(sequence, std::move(step));
+    return sequence;
   }
 
-  // Returns one way and then another.
-  static Way joined(Way way, const Way& next) {
-    way.steps.insert(way.steps.end(), next.steps.begin(), next.steps.end());
-    way.picoseconds = saturating_sum(way.picoseconds, next.picoseconds);
-    way.received_bytes += next.received_bytes;
-    way.sent_bytes += next.sent_bytes;
-    return way;
+  // Returns the concatenation of two sequences.
+  static StepSequence joined(StepSequence sequence, const StepSequence& next) {
+    sequence.steps.insert(sequence.steps.end(), next.steps.begin(), next.steps.end());
+    sequence.picoseconds = saturating_sum(sequence.picoseconds, next.picoseconds);
+    sequence.received_bytes += next.received_bytes;
+    sequence.sent_bytes += next.sent_bytes;
+    return sequence;
   }
 
   // Returns true if `a` is better than `b` under the objective.
-  bool is_better(const Way& a, const Way& b) const {
-    const auto order = [&](const Way& way) {
-      return options_.objective == Objective::kTime ? std::tuple(way.picoseconds, way.received_bytes, way.sent_bytes)
-                                                    : std::tuple(way.received_bytes, way.sent_bytes, way.picoseconds);
+  bool is_better(const StepSequence& a, const StepSequence& b) const {
+    const auto order = [&](const StepSequence& sequence) {
+      return options_.objective == Objective::kTime
+                 ? std::tuple(sequence.picoseconds, sequence.received_bytes, sequence.sent_bytes)
+                 : std::tuple(sequence.received_bytes, sequence.sent_bytes, sequence.picoseconds);
     };
     return order(a) < order(b);
   }
 
   // Returns a lower bound on the time of two steps in which some rank receives this many bytes.
-  int64_t two_steps_at_least(int64_t received_bytes) const {
+  int64_t least_of_two_steps(int64_t received_bytes) const {
     int64_t ps_per_kib = std::min(topology_.inside.ps_per_kib, topology_.between.ps_per_kib);
     for (const auto& [mesh_dim, link] : topology_.mesh_dims) ps_per_kib = std::min(ps_per_kib, link.ps_per_kib);
     return saturating_sum(2 * topology_.step_ps, scaled(received_bytes, ps_per_kib));
@@ -170,29 +171,30 @@ std::vector<Step> cheapest_rearrangement(const Layout& src, const Layout& goal, 
   if (!options.groups.empty()) return reductions_over_groups(src, goal, options);
   const MeshDimSet kept = src.mesh() == goal.mesh() ? goal.partial_dims() : MeshDimSet();
   const MeshDimSet to_reduce = src.partial_dims() - kept;
-  const Ways ways(options, topology);
-  std::optional<Way> best;
-  const auto take_if_better = [&](Way way) {
-    if (!best || ways.is_better(way, *best)) best = std::move(way);
+  const Sequences sequences(options, topology);
+  std::optional<StepSequence> best;
+  const auto take_if_better = [&](StepSequence sequence) {
+    if (!best || sequences.is_better(sequence, *best)) best = std::move(sequence);
   };
   for (const bool scatters : {true, false}) {
     if ((to_reduce.empty() || src.ndim() == 0) && scatters) continue;
-    Way first;
+    StepSequence first;
     const Layout at = to_reduce.empty() ? src : reduced(src, to_reduce, scatters);
     if (!to_reduce.empty()) {
       std::optional<Step> step = move_between(src, at);
       if (!step && scatters) continue;  // no single move makes chunks of uneven parts
       check_invariant(step.has_value(), "no single reduction leads from ", src, " to ", at);
       step->ordered = options.ordered;
-      ways.add(first, named_by_collective(std::move(*step)));
+      sequences.add(first, named_by_collective(std::move(*step)));
     }
-    const Way straight = ways.rearranged(at, goal);
-    take_if_better(Ways::joined(first, straight));
-    const int64_t with_stripes = saturating_sum(first.picoseconds, ways.two_steps_at_least(straight.received_bytes));
+    const StepSequence straight = sequences.rearranged(at, goal);
+    take_if_better(Sequences::joined(first, straight));
+    const int64_t with_stripes =
+        saturating_sum(first.picoseconds, sequences.least_of_two_steps(straight.received_bytes));
     if (options.objective != Objective::kTime || best->picoseconds <= with_stripes) continue;
     for (const Layout& stripes : stripes_of(goal)) {
-      const Way to_stripes = Ways::joined(first, ways.rearranged(at, stripes));
-      take_if_better(Ways::joined(to_stripes, ways.moved(stripes, goal)));
+      const StepSequence to_stripes = Sequences::joined(first, sequences.rearranged(at, stripes));
+      take_if_better(Sequences::joined(to_stripes, sequences.moved(stripes, goal)));
     }
   }
   return std::move(best->steps);

@@ -100,7 +100,7 @@ TEST(RankClasses, RepresentEveryRankOfRandomPlans) {
     check(plan, false);
     RankClasses classes(*mesh);
     classes.add(src, dst);
-    with_classes += static_cast<int64_t>(classes.seen().positions.size()) < ranks;
+    with_classes += static_cast<int64_t>(classes.sample().positions.size()) < ranks;
     for (Step& step : plan.steps) {
       if (may_go_in_rounds(step, plan.lowering)) step.rounds = 1 + below(4);
     }
