@@ -134,7 +134,7 @@ void RankClasses::split_at(int mesh_dim, int64_t coordinate) {
 
 void RankClasses::split_all(MeshDimSet mesh_dims) {
   for (int d = 0; d < mesh_.ndim(); ++d) {
-    if (mesh_dims.contains(d)) each_apart_.insert(d);
+    if (mesh_dims.contains(d)) split_dims_.insert(d);
   }
 }
 
@@ -233,7 +233,7 @@ RankSample RankClasses::sample(int64_t max_ranks) const {
   std::vector<std::vector<int64_t>> coordinates(mesh_.ndim());
   __int128 count = 1;
   for (int d = 0; d < mesh_.ndim(); ++d) {
-    if (each_apart_.contains(d)) {
+    if (split_dims_.contains(d)) {
       for (int64_t c = 0; c < mesh_.dim_size(d); ++c) coordinates[d].push_back(c);
     } else {
       coordinates[d].assign(starts_[d].begin(), std::prev(starts_[d].end()));
@@ -247,7 +247,7 @@ RankSample RankClasses::sample(int64_t max_ranks) const {
   for (int d = 0; d < mesh_.ndim(); ++d) {
     const int64_t size = mesh_.dim_size(d);
     std::set<int64_t> kept(starts_[d].begin(), std::prev(starts_[d].end()));
-    if (each_apart_.contains(d)) kept.insert({1 % size, size / 2, std::max<int64_t>(size - 2, 0)});
+    if (split_dims_.contains(d)) kept.insert({1 % size, size / 2, std::max<int64_t>(size - 2, 0)});
     kept.insert(size - 1);
     coordinates[d].assign(kept.begin(), kept.end());
     count *= static_cast<int64_t>(kept.size());

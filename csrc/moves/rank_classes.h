@@ -120,7 +120,7 @@ class RankClasses {
 
   const Mesh& mesh_;
   std::vector<std::set<int64_t>> starts_;  // starts of ranges, and the end of the last one, by mesh dim
-  MeshDimSet each_apart_;                  // mesh dims where every coordinate is its own range
+  MeshDimSet split_dims_;                  // mesh dims where every coordinate is its own range
 };
 
 }  // namespace shardwright
