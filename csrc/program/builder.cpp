@@ -22,7 +22,10 @@ int64_t ProgramBuilder::count_in(const Layout& layout) const {
   return is_on(layout.mesh()) ? num_elements(region_in(layout)) : 0;
 }
 
-void ProgramBuilder::begin_step(std::string text) { program_.step_texts.push_back(std::move(text)); }
+void ProgramBuilder::begin_step(std::string text, std::string note) {
+  program_.step_texts.push_back(std::move(text));
+  program_.step_notes.push_back(std::move(note));
+}
 
 void ProgramBuilder::begin_exchanges(const Step& step, int64_t shares) {
   exchanges_by_messages_ = all_to_alls_use_messages(step, shares, lowering_);

@@ -30,7 +30,7 @@ class ProgramBuilder {
   const Program& program() const { return program_; }
 
   // Starts a step. Error messages refer to its instructions by `text`.
-  void begin_step(std::string text);
+  void begin_step(std::string text, std::string note = {});
   // Sets the dtype of buffers that are created without one. Returns the previous dtype.
   DType begin_dtype(DType dtype) { return std::exchange(dtype_, dtype); }
   // The following all-to-alls carry out this step, in `shares` parts. They are sent as messages if the parts are large.

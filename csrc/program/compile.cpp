@@ -2,6 +2,7 @@
 #include <cmath>
 #include <optional>
 
+#include "moves/traffic.h"
 #include "program/builder.h"
 #include "program/in_segments.h"
 #include "program/program.h"
@@ -90,11 +91,22 @@ std::string step_text(const Plan& plan, size_t index) {
   return concat("step ", index + 1, " of ", plan.steps.size(), " (", named(step), ")");
 }
 
+namespace {
+
+// Returns the text about a step that profilers show in addition to step_text().
+std::string step_note(const Plan& plan, size_t index, Rank rank) {
+  const Step& step = plan.steps[index];
+  return concat(" ", step.before.placements_string(), " -> ", step.after.placements_string(), ", ",
+                traffic_at(step, plan.lowering, rank).received_bytes, " bytes received");
+}
+
+}  // namespace
+
 BufferId compile_steps(ProgramBuilder& builder, const Plan& plan, size_t begin, size_t end, BufferId current,
                        const std::string& of_what) {
   const DType before = builder.begin_dtype(plan.src.dtype());
   for (size_t i = begin; i < end; ++i) {
-    builder.begin_step(of_what + step_text(plan, i));
+    builder.begin_step(of_what + step_text(plan, i), step_note(plan, i, builder.rank()));
     const BufferId next = builder.new_buffer(builder.count_in(plan.steps[i].after));
     compile_step(builder, plan.steps[i], current, next);
     current = next;

@@ -72,6 +72,8 @@ struct Program {
   bool stages_on_host = false;
   // One line per plan step, for error messages and listings.
   std::vector<std::string> step_texts;
+  // By plan step, for profilers: its layouts, and the bytes that this rank receives. Empty if that is not known.
+  std::vector<std::string> step_notes;
 
   size_t num_inputs() const;
   size_t num_destinations() const { return destination_ends.size(); }

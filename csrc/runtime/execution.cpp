@@ -37,7 +37,8 @@ class StepRecord {
     const int step = program.instructions[instruction].step;
     if (step == step_ || !Record::is_wanted()) return;
     step_ = step;
-    record_.show(concat("shardwright::", program.step_texts[step]));
+    const bool has_note = static_cast<size_t>(step) < program.step_notes.size();
+    record_.show(concat("shardwright::", program.step_texts[step], has_note ? program.step_notes[step] : ""));
   }
 
  private:
