@@ -263,7 +263,19 @@ def _refused_launches(rank: int, size: int, path: str) -> list[int]:
     def batch() -> torch.Tensor:
         return torch.cat([result.flatten() for result in sw.redistribute_many(items, bucket_bytes=256)])
 
-    calls = [product, batch]
+    generator = torch.Generator().manual_seed(rank)
+    qkv = [torch.randn(1, 2, 8, 4, generator=generator).to(DEVICE) for _ in range(3)]
+    ids = torch.tensor([[0, 2], [1, 3], [2, 1]])  # as many tokens to each rank, so that ranks launch as often
+    tokens = [each.to(DEVICE) for each in (torch.randn(3, 4, generator=generator), ids, torch.ones(3, 2))]
+
+    def attention() -> torch.Tensor:
+        return sw.attention.scaled_dot_product_attention(*qkv, size=16, method="ring")
+
+    def experts() -> torch.Tensor:
+        rows, _, handle = sw.experts.dispatch(*tokens, [[0, 1], [2, 3]])
+        return sw.experts.combine(rows * 2, handle)
+
+    calls = [product, batch, attention, experts]
     calls += [lambda m=m, a=a: m.start(a) + 0 for m in moves for a in (False, True)]  # type: ignore[misc]
     counts = []
     for call in calls:

@@ -1096,8 +1096,8 @@ class StepSchedule:
     def activations(self) -> list[tuple[str, int, int, int, int, int, int, int]]: ...
     @property
     def activation_gathers(self) -> list[tuple[int, int]]:
-        """By activation: the use in which its gather starts, and the activation at the beginning of whose turn it
-        starts (-1: before the use)."""
+        """By activation: the use in which its gather starts, and the activation whose turn begins then (-1: the gather
+        starts before the use)."""
 
     @property
     def peak_bytes(self) -> int: ...
