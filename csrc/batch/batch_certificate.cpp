@@ -72,8 +72,8 @@ Wanted wanted_of(const BatchPlan& plan) {
   return wanted;
 }
 
-// Sets sent_bytes_bound by dividing work (exchange/load.h): the bytes wanted from each set of candidate senders are a
-// job. Ranks that belong to the same sets form a team, and the teams that belong to one set form its pool.
+// Sets sent_bytes_bound to the least load of the busiest sender (exchange/load.h). The bytes that receivers want from a
+// set of candidate senders are a job, and this set is its pool. Ranks that are in exactly the same sets form a team.
 void bound_sent(const BatchPlan& plan, BatchCertificate& certificate) {
   const Wanted demand = wanted_of(plan);
   const std::map<std::vector<Rank>, int64_t>& bytes_by_senders = demand.by_senders;
@@ -89,8 +89,8 @@ void bound_sent(const BatchPlan& plan, BatchCertificate& certificate) {
   }
   if (!is_small) {
     for (const auto& [senders, bytes] : bytes_by_senders) {
-      const int64_t of_each = ceil_divide(bytes, static_cast<int64_t>(senders.size()));
-      certificate.sent_bytes_bound = std::max(certificate.sent_bytes_bound, of_each);
+      const int64_t per_sender = ceil_divide(bytes, static_cast<int64_t>(senders.size()));
+      certificate.sent_bytes_bound = std::max(certificate.sent_bytes_bound, per_sender);
     }
     return;
   }

@@ -56,7 +56,7 @@ class ByCoordinates {
   std::unordered_map<int64_t, std::optional<Value>> hashed_;
 };
 
-// The indices that each rank of a layout holds of each tensor dim. The layout must outlive the object.
+// Caches the indices of each tensor dim that a rank of a layout holds. The layout must outlive the object.
 class KnownParts {
  public:
   struct Part {

@@ -153,8 +153,8 @@ class PeriodicOverlap {
   PieceList& out_;
 };
 
-// Returns a list as repeating ranges, one per block of the list. make_run(interval, position) returns the run of an
-// interval that begins at this local position. Keys are local positions if `keys_are_positions`, else indices.
+// Returns the map of a list, with a repeating range for each block. Keys are local positions if `keys_are_positions`,
+// else indices. make_run(interval, position) returns the run of an interval whose local positions begin at `position`.
 template <typename MakeRun>
 std::vector<PeriodicRuns> periodic_runs_of(const IntervalList& list, bool keys_are_positions, const MakeRun& make_run) {
   std::vector<PeriodicRuns> sequence;

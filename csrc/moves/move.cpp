@@ -12,11 +12,11 @@ namespace {
 
 // Up to this group size, all members are examined to name a move.
 constexpr int64_t kMaxGroupNamedExactly = 64;
-// Maximum number of corners that are examined in larger groups.
+// In larger groups, this many corners (moves/rank_classes.h) are examined.
 constexpr size_t kMaxCornersNamed = 256;
 
-// Returns the collective whose messages the group of position 0 exchanges. The compiler examines every group itself, so
-// a wrong name would be unclear but harmless.
+// Returns the name of a step that moves data, chosen by the messages of position 0's group. A wrong name would mislead
+// readers only, because the compiler examines every group itself.
 StepOp data_move_op(const Step& step) {
   const MeshDimSet dims = step.mesh_dims;
   const Mesh& mesh = step.before.mesh();
@@ -26,8 +26,8 @@ StepOp data_move_op(const Step& step) {
   const int64_t item = step.after.dtype().size_bytes();
   const std::vector<int64_t> members =
       k <= kMaxGroupNamedExactly ? mesh.group(0, dims) : corner_positions(mesh, dims, kMaxCornersNamed);
-  bool trades_equally = true;  // every member receives an equal share of its part after from every other member
-  bool has_one_peer = true;    // every member receives its whole part after from one other member, or nothing
+  bool trades_equally = true;  // every member receives equal shares of its new part from all other members
+  bool has_one_peer = true;    // every member receives its whole new part from one other member, or nothing
   const MeshExchange exchange = mesh_exchange_of(step);
   for (const int64_t member : members) {
     const Traffic traffic = exchange.traffic_at(member);

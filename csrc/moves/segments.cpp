@@ -190,7 +190,7 @@ Layout layout_of_uniform_segment(const Layout& layout, const Segments& segments)
                 StridedMeaning::kLiteral);
 }
 
-// Returns the plan with each layout replaced by make(layout).
+// Returns the plan with each layout replaced by make(layout), and without segments.
 template <typename MakeLayout>
 Plan with_layouts(const Plan& plan, const MakeLayout& make) {
   Plan other = plan;

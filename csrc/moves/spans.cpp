@@ -126,7 +126,7 @@ bool has_other_rules(const CutList& cuts) {
 
 // Replaces rules by chunks or strided cuts that make the same parts, up to the first cut into unequal parts. So a list
 // has one form whether or not such a cut follows.
-CutList with_plain_names(const Mesh& mesh, int64_t n, CutList cuts) {
+CutList with_plain_rules(const Mesh& mesh, int64_t n, CutList cuts) {
   for (Cut& c : cuts) {
     const int64_t k = mesh.dim_size(c.mesh_dim);
     if (!c.rule.cuts_evenly(n, k)) break;
@@ -140,7 +140,7 @@ CutList with_plain_names(const Mesh& mesh, int64_t n, CutList cuts) {
 }  // namespace
 
 std::vector<Cut> canonical(const Mesh& mesh, int64_t n, std::vector<Cut> cuts) {
-  cuts = with_plain_names(mesh, n, std::move(cuts));
+  cuts = with_plain_rules(mesh, n, std::move(cuts));
   if (!cuts_evenly(mesh, n, cuts)) return cuts;
   bool changed = true;
   while (changed) {
@@ -180,10 +180,10 @@ bool hold_same_elements(const Mesh& mesh, int64_t n, const CutList& before, cons
 // All mesh dims after the common beginning of the two lists, except those that carried_along() returns.
 MeshDimSet spanned_dims(const Mesh& mesh, int64_t n, const CutList& given_before, const CutList& given_after) {
   const bool has_others = has_other_rules(given_before) || has_other_rules(given_after);
-  const CutList named_before = has_others ? with_plain_names(mesh, n, given_before) : CutList();
-  const CutList named_after = has_others ? with_plain_names(mesh, n, given_after) : CutList();
-  const CutList& before = has_others ? named_before : given_before;
-  const CutList& after = has_others ? named_after : given_after;
+  const CutList plain_before = has_others ? with_plain_rules(mesh, n, given_before) : CutList();
+  const CutList plain_after = has_others ? with_plain_rules(mesh, n, given_after) : CutList();
+  const CutList& before = has_others ? plain_before : given_before;
+  const CutList& after = has_others ? plain_after : given_after;
   const auto common = static_cast<size_t>(
       std::mismatch(before.begin(), before.end(), after.begin(), after.end()).first - before.begin());
   const MeshDimSet dims = dims_of(std::span(before).subspan(common)) | dims_of(std::span(after).subspan(common));

@@ -24,8 +24,8 @@ bool same_parts(const Layout& a, const Layout& b);
 bool hold_same_elements(const Mesh& mesh, int64_t n, const std::vector<Cut>& before, const std::vector<Cut>& after,
                         MeshDimSet kept);
 
-// Returns the mesh dims that a move from `before` to `after`, both canonical, must span because of this tensor dim.
-// Then ranks that agree on all other mesh dims together hold everything that each of them needs.
+// Returns the mesh dims that a move of one tensor dim from `before` to `after` must span. Both lists must be canonical.
+// Ranks that differ only in these mesh dims together hold all elements that each of them needs.
 MeshDimSet spanned_dims(const Mesh& mesh, int64_t n, const std::vector<Cut>& before, const std::vector<Cut>& after);
 
 }  // namespace shardwright

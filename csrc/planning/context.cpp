@@ -77,8 +77,8 @@ PinsPtr Pins::with(CertifiedPlanPtr plan) const {
 
 PinsPtr Pins::without(const Plan& plan) const {
   const auto found = plans_.find({plan.src, plan.dst, plan.lowering});
-  check_argument(found != plans_.end(), "plan", "one with the layouts and lowering of a pinned plan", plan.src, " -> ",
-                 plan.dst, " over ", plan.lowering.name);
+  check_argument(found != plans_.end(), "plan", "a pinned plan (same layouts and lowering)", plan.src, " -> ", plan.dst,
+                 " over ", plan.lowering.name);
   auto changed = std::make_shared<Pins>(*this);
   changed->hash_ ^= std::hash<std::string>()(found->second.bytes) ^ std::hash<std::string>()("");
   changed->plans_.erase(found->first);

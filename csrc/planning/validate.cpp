@@ -147,7 +147,7 @@ bool is_valid_by_parts(const Step& step) {
   return is_named_by_collective(step);
 }
 
-// Returns true if move_between() of the layouts is this step, or is an exchange over a subset of its mesh dims.
+// Returns true if move_between() finds this step, or an exchange over a subset of the step's mesh dims.
 bool is_known_move(const Step& step) {
   const std::optional<Step> found = move_between(step.before, step.after);
   if (!found || !same_pending_reductions(step.before, step.after)) return false;

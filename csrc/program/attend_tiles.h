@@ -23,8 +23,8 @@ struct AttendItems {
   int64_t of_bias = 0;
 };
 
-// Returns the tiles by ascending rows; none if no query sees any key. A tile is the visible part of its rows and
-// columns, with the band within it. A product without a bias is one tile.
+// Returns the tiles by ascending rows; none if no query sees any key. A tile is the visible part of a range of rows. A
+// product is one tile if it has no bias, or if its bias is equal for all rows.
 std::vector<VisiblePart> tiles_of(const Attend& attend, const AttendItems& items);
 std::vector<VisiblePart> tiles_of(const AttendBackward& attend, const AttendItems& items);
 

@@ -128,7 +128,7 @@ class Lanes {
     now_ = span.end_ps;
   }
 
-  // Starts the reductions that follow use i, and waits for those that must be done after it.
+  // Starts the reductions that come right after use i, then waits for those that must finish before the next use.
   void reduce(int i) {
     for (; reduction_ < s_.reductions.size() && s_.reductions[reduction_].start == i; ++reduction_) {
       const Reduction& r = s_.reductions[reduction_];

@@ -40,8 +40,8 @@ Layout reduced(const Layout& src, MeshDimSet to_reduce, bool scatters) {
   return src.with(std::move(cuts), partials);
 }
 
-// Returns layouts on the goal's mesh in which ranks with the same part of the goal hold a stripe of it each, innermost
-// on the longest tensor dim: along each mesh dim that replicates, and along all of them.
+// Returns layouts that also cut the goal's longest tensor dim, innermost: over one replicated mesh dim, for each such
+// mesh dim, and over all of them. Replicas of a part of the goal then hold a different stripe of it each.
 std::vector<Layout> stripes_of(const Layout& goal) {
   std::vector<MeshDimSet> sets;
   if (goal.ndim() == 0) return {};

@@ -30,16 +30,16 @@ struct Node {
   bool closed = false;  // expanded: its successors have been tried
 };
 
-// A lower bound on the latency of moves after which a rank has data of some number of ranks. After steps of m1, m2, ...
-// messages a rank can have data of at most (m1 + 1)(m2 + 1)... ranks, itself included. So data of 8 ranks takes one
-// step of 7 messages, two steps of 2 messages each, or three steps of 1 message each.
+// A lower bound on the latency of moves that bring a rank the data of several ranks. In steps of m1, m2, ... messages,
+// a rank can get the data of at most (m1 + 1)(m2 + 1)... ranks, itself included. So the data of 8 ranks takes one step
+// of 7 messages, two steps of 2 messages each, or three steps of 1 message each.
 class Latency {
  public:
   Latency(int64_t step_ps, const Link& inside, const Link& between, int64_t node_size)
       : step_ps_(step_ps), inside_(inside), between_(between), node_size_(node_size) {}
 
-  // Returns the bound for `steps` or more moves after which a rank has data of `ranks` ranks. `beyond_node` is true if
-  // some of them are on other nodes.
+  // Returns the bound for `steps` or more moves that bring a rank the data of `ranks` ranks. `beyond_node` is true if
+  // some of these ranks are on other nodes.
   int64_t least(int64_t steps, int64_t ranks, bool beyond_node) {
     const auto [entry, is_new] = known_.emplace(std::tuple{steps, ranks, beyond_node}, 0);
     if (is_new) entry->second = compute(steps, ranks, beyond_node);
@@ -62,16 +62,16 @@ class Latency {
 
   // Returns the bound for `steps` or more steps over one kind of link.
   int64_t least_of_any(const Link& link, int64_t steps, int64_t ranks) const {
-    int64_t best = of(link, steps, ranks);
+    int64_t best = least_of_exactly(link, steps, ranks);
     // More steps than are needed with one message each cannot help.
     for (int64_t reached = int64_t{1} << steps; reached < 2 * ranks; reached *= 2) {
-      best = std::min(best, of(link, ++steps, ranks));
+      best = std::min(best, least_of_exactly(link, ++steps, ranks));
     }
     return best;
   }
 
-  // Returns the bound for exactly `steps` steps. The fewest messages are spread evenly: r - 1 or r in each step.
-  int64_t of(const Link& link, int64_t steps, int64_t ranks) const {
+  // Returns the bound for exactly `steps` steps. The total of messages is least with r - 1 or r of them in each step.
+  int64_t least_of_exactly(const Link& link, int64_t steps, int64_t ranks) const {
     int64_t r = steps == 1 ? ranks : 1;
     while (!reaches(r + 1, steps, 0, ranks + 1)) ++r;
     int64_t more = 0;

@@ -6,9 +6,9 @@
 // byte first; text is its length and its bytes. Equal values give equal bytes in every process. Graphs and operators
 // take strings, so for them the bytes are written as "label|base64" (to_text).
 //
-// A Reader handles damaged and forged bytes. Its methods throw UserError that names the kind instead of reading past
-// the end, allocating more than the bytes can hold or returning a value out of range. Callers check that fields are
-// consistent (planning/serialize.h, products/serialize.h).
+// A Reader accepts damaged and forged bytes. If a read would pass the end, allocate more than the bytes can hold or
+// return a value out of range, it throws a UserError that names the kind. Callers check that fields are consistent
+// (planning/serialize.h, products/serialize.h).
 #pragma once
 
 #include <cstdint>

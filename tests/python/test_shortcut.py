@@ -245,7 +245,7 @@ def _pinned() -> None:
     assert received[0] == received[1] == received[4] == received[5]
     assert detour.wire_bytes(dist.get_rank()) == received[2] == received[3]
     assert detour.wire_bytes_sum > sw.plan(src, dst, backend="gloo").wire_bytes_sum
-    with pytest.raises(ValueError, match="plan must be one with the layouts and lowering of a pinned plan, got"):
+    with pytest.raises(ValueError, match="plan must be a pinned plan .same layouts and lowering., got"):
         sw.unpin(detour)
     with pytest.raises(ValueError, match="plan must be a Plan, got"):
         sw.pin("R")
