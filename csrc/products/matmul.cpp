@@ -135,7 +135,7 @@ void check_distances(const Schedule& schedule, int64_t partners) {
              chunks_text(schedule));
 }
 
-std::string operand_text(const std::vector<int>& axes, const Layout& layout) {
+std::string operand_text(const std::vector<int>& axes, const Layout& layout) {  // one operand of operands_text
   std::map<int, std::string> by_axis;
   for (int d = 0; d < layout.ndim(); ++d) {
     std::string& text = by_axis[axes[d]];

@@ -131,7 +131,7 @@ class ProductPlan::Backward {
     operand_gradient_ = flow_.move(here, layouts_.operand_out);
   }
 
-  int operand_gradient() {
+  int operand_gradient() {  // hides the weight's move if nothing else moves, else the move of the gradient itself
     const Layout& target = layouts_.operand_out;
     const bool weight_stays = problem_.weights[0] == plan_.layouts_.weights[0];
     if (count_ == 1 && !weight_stays && layouts_.operand == target && addend_ == Dataflow::kAbsent) {

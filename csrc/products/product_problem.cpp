@@ -78,7 +78,7 @@ Topology ProductContext::known_topology() const {
 
 void check(const ScheduleRequest& request) {
   check_user(!request.chunks || (*request.chunks >= 1 && *request.chunks <= kMaxChunks), "chunks must be in [1, ",
-             kMaxChunks, "], or the distances of each chunk of a ring, got ", request.chunks.value_or(0));
+             kMaxChunks, "], or for method 'ring' the distances of each chunk, got ", request.chunks.value_or(0));
   const bool is_serial = request.method == Method::kSerial;
   const int64_t most = is_serial ? 1 : kMaxChunks;
   check_user(!request.depth || (*request.depth >= 1 && *request.depth <= most), "depth must be ", InRange{1, most},

@@ -224,7 +224,7 @@ bool Execution::ends_step(int instruction) const {
 void Execution::abandon() noexcept {
   try {
     const std::lock_guard<std::recursive_mutex> lock(mutex_);
-    for (const at::Tensor& buffer : kept_) {
+    for (const at::Tensor& buffer : kept_) {  // the allocator reuses a buffer once both streams are done with it
       record_use(buffer, side_stream(device_, SideStream::kTransfers));
       record_use(buffer, side_stream(device_, SideStream::kRest));
     }

@@ -70,8 +70,8 @@ class ReplicaChoice {
     return static_cast<int>((rank - from % num_ranks_ + num_ranks_) % num_ranks_);
   }
 
-  // Returns the code of an expert's replica on a visited rank, or 0. Of several, it takes the first rank in cyclic
-  // order from this rank on.
+  // Returns the code of an expert's replica on a visited rank, or 0 if there is none. If several visited ranks hold the
+  // expert, takes the first in cyclic order from this rank on.
   int32_t nearest_visited(int64_t expert) const {
     int32_t code = 0;
     int least = std::numeric_limits<int>::max();
@@ -84,7 +84,7 @@ class ReplicaChoice {
     return code;
   }
 
-  // Returns the code of an expert's replica on a rank, or 0 if the rank does not hold the expert.
+  // Returns the code (replica + 1) of an expert's replica on a rank, or 0 if the rank does not hold the expert.
   int32_t code_on(int rank, int64_t expert) const {
     for (const int32_t replica : placement_.replicas_of(expert)) {
       if (placement_.rank_of_replica()[replica] == rank) return replica + 1;

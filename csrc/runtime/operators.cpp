@@ -318,7 +318,7 @@ std::string bytes_of(const std::string& text) {
 
 namespace {
 
-// Compiles the plan, matmul or attention in a string for a rank.
+// Compiles a serialized plan, matmul or attention for a rank.
 std::shared_ptr<const CompiledProgram> compile_text(const std::string& text, Rank rank) {
   ++counters().compiled;
   const std::string bytes = bytes_of(text);

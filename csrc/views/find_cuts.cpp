@@ -69,8 +69,8 @@ class Rows {
 
 using Parts = std::vector<IntervalList>;  // one per dim
 
-// Returns the part of each dim whose product is `list`, indices into the flattened dims; nullopt if there is no such
-// product.
+// Factors `list`, indices into the flattened dims, into one part per dim. Returns nullopt if it is not a product of
+// parts.
 std::optional<Parts> parts_of(IntervalList list, const std::vector<int64_t>& dims) {
   Parts parts;
   for (size_t j = 0; j + 1 < dims.size(); ++j) {
@@ -166,10 +166,10 @@ class Fit {
   Fit(const Holdings& holdings, const std::vector<int64_t>& dims, std::vector<std::optional<Parts>> parts)
       : held_(holdings), dims_(dims), parts_(std::move(parts)), cut_of_(holdings.mesh_dims.size(), kFree) {}
 
-  // First finds the dim that each mesh dim must cut: the dim whose part depends on the mesh dim. Then tries all ways to
-  // assign the mesh dims that no part depends on.
+  // If the parts of one dim differ along a mesh dim, the mesh dim must cut that dim. If no parts differ, the mesh dim
+  // may cut any dim or none: tries all assignments.
   std::variant<std::vector<std::vector<Cut>>, NoFit> run() {
-    NoFit conflicts;  // the mesh dims that several dims depend on
+    NoFit conflicts;  // mesh dims along which the parts of several dims differ
     for (size_t x = 0; x < cut_of_.size(); ++x) {
       const std::vector<size_t> depending = dependent_dims(held_.mesh_dims[x]);
       const std::string& name = held_.mesh.dim_names()[static_cast<size_t>(held_.mesh_dims[x])];
@@ -187,7 +187,7 @@ class Fit {
     // A mesh dim whose coordinates all hold the same elements may still need a cut, for the order of the elements.
     std::replace(cut_of_.begin(), cut_of_.end(), kNothing, kFree);
     if (assign_from(0, cuts)) return cuts;
-    return NoFit{concat("no rules cut (", join(dims_), ") into parts of these lengths"), {}};
+    return NoFit{concat("no cuts of (", join(dims_), ") give each rank the elements that it holds"), {}};
   }
 
  private:

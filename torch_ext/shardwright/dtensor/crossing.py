@@ -64,7 +64,7 @@ def target_spec(
 ) -> DTensorSpec:
     """Returns the spec of `x` after a redistribute. Raises ValueError as `redistribute` does.
 
-    `where` is the reason in errors why placements may not be partial.
+    `where` ends the error about a partial placement, such as "on another mesh".
     """
     if mesh.device_type != x.device_mesh.device_type:
         raise argument_error("mesh", f"of the device type of x ({x.device_mesh.device_type})", mesh.device_type)
@@ -77,7 +77,7 @@ def target_spec(
             placements[i] = _StridedShard(placement.dim + x.ndim, split_factor=placement.split_factor)
         elif isinstance(placement, Shard) and placement.dim < 0:
             placements[i] = Shard(placement.dim + x.ndim)
-    # Nothing is read from the local tensor, because ranks outside the mesh of x may hold any.
+    # Nothing is read from the local tensor, because ranks outside the mesh of x may hold any tensor.
     return DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(x.shape, x.stride(), dtype))
 
 
@@ -90,10 +90,10 @@ def _check_meshes(here: DeviceMesh, there: DeviceMesh) -> None:
         root = mesh._get_root_mesh()
         if root.size() > mesh.size() and not _covers(mesh, other):
             raise ValueError(
-                f"{argument} must be the same mesh on all ranks, as DeviceMesh(...) makes it, got {Mesh(mesh)}, a "
-                f"slice of {Mesh(root)} whose ranks differ from rank to rank (here {ranks_text(Mesh(mesh).ranks)}). "
-                f"Moves within one slice are allowed. To cut a tensor along some dims of {Mesh(root)} alone, "
-                "redistribute it on that mesh, with Replicate() along the others"
+                f"{argument} must be the same mesh on all ranks, got {Mesh(mesh)}, a slice of {Mesh(root)} that has "
+                f"different ranks on other processes (here {ranks_text(Mesh(mesh).ranks)}). Moves within one slice are "
+                f"allowed. To shard x over some dims of {Mesh(root)}, redistribute it on that mesh, with Replicate() "
+                "for the other dims"
             )
 
 

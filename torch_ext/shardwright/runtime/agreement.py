@@ -66,7 +66,7 @@ class Statement(NamedTuple):
 
 
 def report(mine: Statement, statements: Mapping[R, str], where: str) -> str:
-    """Returns the text of an error, or "" if all ranks agree. `statements` has each rank's as JSON."""
+    """Returns the text of an error, or "" if all ranks agree. `statements` maps each rank to its statement as JSON."""
     parts = {text: json.loads(text) for text in set(statements.values())}
 
     def each(part: int) -> dict[R, Any]:
@@ -151,18 +151,19 @@ class _Words(ABC):
     def compare(
         self, mine: Statement, refusal: Exception | None = None, more: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Compares statements. All ranks must call.
+        """Compares the statements of all ranks. All ranks must call.
 
         Args:
-            refusal: the error that this rank raises after the exchange.
-            more: words to send in the same exchange, with rows as in `exchange`.
+            mine: the statement of this rank.
+            refusal: an error in this rank's arguments. The other ranks are told; this rank raises it.
+            more: further words to send, of the form that `exchange` takes.
 
         Returns:
-            The words of `more` from each rank.
+            A matrix with the words of `more` from each rank.
 
         Raises:
-            RuntimeError: another rank cannot make the call.
-            ValueError: statements differ. All ranks raise.
+            RuntimeError: another rank has invalid arguments.
+            ValueError: the statements differ. All ranks raise it.
         """
         if refusal is not None:
             mine = mine._replace(fields={}, errors={"arguments": str(refusal)})

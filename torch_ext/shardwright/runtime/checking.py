@@ -128,7 +128,7 @@ def compare(
 def compare_calls(
     mine: Statement, ranks: Sequence[int], rank: int, about: str = "", group: dist.ProcessGroup | None = None
 ) -> None:
-    """Raises RuntimeError on all of `ranks` unless all are about to make the same call, and none has a refusal.
+    """Raises RuntimeError on all of `ranks` unless all make the same call with valid arguments.
 
     Calls of all kinds on the same ranks share one counter. `ranks` are global ranks, or ranks of a `group` that joins
     several jobs.

@@ -190,7 +190,7 @@ class _Given:
             self._check_memory()
 
     def first_check(self) -> _planner.Batch | None:
-        """Returns the batch of all items, as ranks compare it, or None with `refusal` set if arguments are invalid."""
+        """Returns the batch of all items, for comparison. If arguments are invalid, sets `refusal` and returns None."""
         if self.refusal is None:
             try:
                 self._check_tensors()

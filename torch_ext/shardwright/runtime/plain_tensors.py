@@ -166,8 +166,8 @@ def device_of(group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None) -
     first, *others = _devices(group)
     if others:
         raise ValueError(
-            f"local must be an empty tensor on the device of the other ranks' tensors, got None on rank "
-            f"{dist.get_rank(group)}. Or pass device_mesh: the group communicates on {first} and on {others[0]}"
+            f"local must be an empty tensor on the device that the other ranks use, or device_mesh must be given, "
+            f"got None on rank {dist.get_rank(group)} of a group for both {first} and {others[0]}"
         )
     return first
 
