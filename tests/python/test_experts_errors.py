@@ -142,7 +142,7 @@ ON_ONE_RANK = {
     _expert_on_no_rank: "placement: each of 10000000001 experts must be on at least one rank, got none for expert 4",
     _no_placement: "got 6 (of type int)",
     _unhashable_experts: "got [[[0]], [1], [2]]",
-    _layout_that_cuts_experts: "cuts dim 1, so rank 0 holds parts of experts",
+    _layout_that_cuts_experts: "shards dim 1, so rank 0 holds parts of experts",
     _very_many_experts: "placement must be of at most 1048576 experts, got 10000000000 in",
     _unknown_topology: "'nowhere'",
     _id_too_large: "expert_ids must be in [-1, 5] (-1 for no expert), got 6 for token 3 on rank 2 of the group",
@@ -271,8 +271,8 @@ def test_invalid_placements_for_groups(pool: Pool) -> None:
         "placement must be a list for each of the group's 3 ranks, got 2 lists",
         "placement must be a Layout with experts in dim 0, or a list of expert ids for each rank of the group, got 6",
         "placement must be an integer, got 'a'",
-        "cuts dim 1, so rank 0 holds parts of experts",
-        "placement must be a layout without pending sums, got Layout(",
+        "shards dim 1, so rank 0 holds parts of experts",
+        "placement must be a layout without pending reductions, got Layout(",
         "placement must be a layout with experts in dim 0, got",
         "placement must be on ranks that include 2 (this rank), got [0, 1]",
         "group must be a ProcessGroup or a DeviceMesh, got a str",
@@ -303,8 +303,8 @@ def _invalid_combines() -> list[str]:
 @pytest.mark.cpu_only("conversions that the device lacks")
 def test_invalid_combine_arguments(pool: Pool) -> None:
     expected = [
-        "y must be of one row for each of the ",
-        "y must be of one row for each of the ",
+        "y must be a matrix of one row for each of the ",
+        "y must be a matrix of one row for each of the ",
         "y must be one of float32, bfloat16, float16, float64, got torch.int64",
         "got torch.float8_e4m3fn",
         "y must be a plain torch.Tensor, got a NoneType",
@@ -332,7 +332,7 @@ def _failing_combine(change: str) -> tuple[str, str]:
 @pytest.mark.cpu_only("on devices only groups that have a backend in host memory compare")
 @pytest.mark.parametrize(
     ("change", "text"),
-    [("rows", "y must be of one row for each of the"), ("dtype", "got torch.int64"), ("none", "got a NoneType")],
+    [("rows", "y must be a matrix of one row for each"), ("dtype", "got torch.int64"), ("none", "got a NoneType")],
 )
 def test_combine_with_invalid_argument_on_one_rank(pool: Pool, change: str, text: str) -> None:
     for rank, (kind, said) in enumerate(pool.run(_failing_combine, WORLD, change)):

@@ -306,7 +306,7 @@ def _ignores() -> None:
             assert torch.equal(*norms) and norms[0] > 0.01
             for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
                 assert torch.equal(part(p), part(q))
-    with pytest.raises(ValueError, match="ignored_params must be a set of parameters, got a str"):
+    with pytest.raises(ValueError, match="ignored_params must be a set of nn.Parameter only, got a str"):
         sw.fully_shard(nn.Linear(2, 2), mesh=mesh, ignored_params="bias")  # type: ignore[arg-type]
 
 

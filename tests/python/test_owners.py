@@ -391,7 +391,7 @@ def test_wrong_params(pool: Pool) -> None:
         "params[0] must be a DTensor, such as a parameter under fully_shard, got a Tensor",
         "params[1] must be a DTensor, such as a parameter under fully_shard, got a Tensor",
         "params[1] must be of at least two dims (leave others to an optimizer such as AdamW), got shape (7,)",
-        "params[1] must be on the mesh of params[0] (call owners once for each mesh), got DeviceMesh(",
+        "params[1] must be on the mesh of params[0] (call `owners` once for each mesh), got DeviceMesh(",
         "params[1] must be sharded or replicated, got placements (Partial(sum),)",
         "bucket_bytes must be at least 1, got 0",
         "bucket_bytes must be an integer, got 'big'",

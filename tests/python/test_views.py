@@ -112,8 +112,8 @@ def _view_functions() -> None:
             assert torch.equal(source.grad.full_tensor(), full), function  # type: ignore[union-attr]
     for call, match in (
         (lambda: sw.views.unflatten(x, 1, 6), "sizes must be a list of sizes, got 6"),
-        (lambda: sw.views.view(x, (12, 4), group=dist.group.WORLD), "group must be left out for a DTensor"),
-        (lambda: sw.views.permute(x, (0, 1, 2), group=dist.group.WORLD), "group must be left out for a DTensor"),
+        (lambda: sw.views.view(x, (12, 4), group=dist.group.WORLD), "group must be None without a layout"),
+        (lambda: sw.views.permute(x, (0, 1, 2), group=dist.group.WORLD), "group must be None without a layout"),
     ):
         with pytest.raises(ValueError, match=match):
             call()

@@ -116,7 +116,7 @@ class Attending(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        """Runs our attention with the arguments of PyTorch's."""
+        """Runs shardwright's attention with the arguments of PyTorch's function."""
         arguments = dict(self._arguments)
         if isinstance(query, DTensor):
             del arguments["size"]

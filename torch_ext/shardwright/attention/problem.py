@@ -315,7 +315,7 @@ def check_tensors(options: Options, tensors: Sequence[torch.Tensor]) -> None:
         if isinstance(tensor, DTensor) and tensor.device_mesh != q.device_mesh:
             raise argument_error(name, f"on {q.device_mesh}, as q", tensor.device_mesh)
         if isinstance(tensor, DTensor) and _placements_except_sequence(tensor) != _placements_except_sequence(q):
-            raise argument_error(name, f"placed like q, {q.placements}", tensor.placements)
+            raise argument_error(name, f"placed like q except for the sequence, {q.placements}", tensor.placements)
     if q.device.type == "cuda" and q.dtype == torch.float64:
         raise argument_error("q", "float32, bfloat16 or float16 on CUDA", q.dtype)
     if isinstance(k, DTensor) and k.placements != v.placements:
@@ -371,6 +371,7 @@ def _of_group(options: Options, q: torch.Tensor, k: torch.Tensor, group: dist.Pr
     if options.size is None and count > 1:
         raise argument_error("size", f"the length of the full sequence on {count} ranks", None)
     size = q.shape[SEQUENCE_DIM] if options.size is None else options.size
+    # In a group of separate jobs, a mesh has the group's ranks (see `_Shards`).
     members = None if group in groups.makers else dist.get_process_group_ranks(_carrier(group))
     parts = parts_of(options.layout, size, count)
     kv_size = options.kv_size
@@ -380,7 +381,7 @@ def _of_group(options: Options, q: torch.Tensor, k: torch.Tensor, group: dist.Pr
 
 
 def _keys(options: Options, parts: Parts, size: int, kv_size: int, placed: Parts | None) -> _Keys:
-    """Returns the positions of keys: by `kv_layout`, else as `placed`, else as queries of the same length."""
+    """Returns positions of keys: by `kv_layout`, else `placed`, else as queries (contiguous if sizes differ)."""
     if options.kv_layout == "whole":
         return _Keys([[(0, kv_size)] if kv_size else []] * len(parts), len(parts) > 1)
     found = placed
@@ -440,10 +441,10 @@ def _of_dtensor(options: Options, q: DTensor, k: DTensor) -> _Shards:
         )
     size = q.shape[SEQUENCE_DIM]
     if options.size is not None and options.size != size:
-        raise argument_error("size", f"None with DTensors, or {size}, as q has", options.size)
+        raise argument_error("size", f"None with DTensors, or the length of q, {size}", options.size)
     kv_size = k.shape[SEQUENCE_DIM]
     if options.kv_size is not None and options.kv_size != kv_size:
-        raise argument_error("kv_size", f"None with DTensors, or {kv_size}, as k has", options.kv_size)
+        raise argument_error("kv_size", f"None with DTensors, or the length of k, {kv_size}", options.kv_size)
     if any(k.device_mesh.size(mesh_dim) > 1 and mesh_dim not in cut for mesh_dim in sequence_dims(k)):
         raise ValueError(
             f"k must have its sequence sharded over the same mesh dim as q, or not at all, got {k.placements} where q "
@@ -468,7 +469,7 @@ def _of_dtensor(options: Options, q: DTensor, k: DTensor) -> _Shards:
             )
         options = options._replace(kv_layout="whole")
     elif options.kv_layout == "whole":
-        raise argument_error("kv_layout", f"a layout that cuts k, which is placed as {k.placements}", "'whole'")
+        raise argument_error("kv_layout", f"a layout that shards k, which is placed as {k.placements}", "'whole'")
     is_like_q = options.layout is not None and kv_size == size and k.placements == q.placements
     keys = _keys(options, parts, size, kv_size, parts if is_like_q else _placed(k, members))
     names = q.device_mesh.mesh_dim_names

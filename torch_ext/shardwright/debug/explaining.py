@@ -54,7 +54,7 @@ class ExplainedStep(NamedTuple):
 
 
 class HeardStep(NamedTuple):
-    """A finished step: its schedule, and (begin, end) of its uses in seconds since recording began."""
+    """A recorded step: its schedule, and (begin, end) of its uses in seconds since recording began."""
 
     schedule: StepSchedule
     names: list[str]  # names of the schedule's weights
@@ -161,6 +161,7 @@ def _explained_step(step: HeardStep, events: Trace) -> ExplainedStep:
         TraceEvent("compute", text, max(weights), 0, *span) for (text, weights), span in zip(uses, step.uses)
     )
     begin, end = (step.uses[0][0], step.uses[-1][1]) if step.uses else (0.0, 0.0)
+    # Chunk -1: the trace does not record which weight a transfer moves.
     measured += [
         e._replace(chunk=-1) for e in events if e.lane == "communication" and begin <= e.end and e.start <= end
     ]

@@ -272,7 +272,8 @@ def _check_per_token(argument: str, tensor: Any, x: torch.Tensor) -> None:
     """Checks that a tensor has one row per token and is on the device of x."""
     argument_checks.check_tensor(argument, tensor)
     if tensor.ndim != 2 or tensor.shape[0] != x.shape[0]:
-        raise argument_error(argument, f"of one row for each of {len(x)} tokens", f"shape {tuple(tensor.shape)}")
+        allowed = f"a matrix of one row for each of {len(x)} tokens"
+        raise argument_error(argument, allowed, f"shape {tuple(tensor.shape)}")
     if tensor.device != x.device:
         raise argument_error(argument, f"on the device of x, {x.device}", tensor.device)
 
@@ -327,18 +328,18 @@ def _dispatch_fixed(arguments: Given, ranks: ExpertRanks) -> Dispatched:
         arguments.chosen(ranks)  # raises for an invalid id; on devices the check would wait
     codes = tables.choose(arguments.expert_ids.detach().to(torch.int64), ranks.rank)
     send_rows, returns, dropped = tables.route(codes, rows_per_rank)
-    each = [rows_per_rank] * ranks.size
+    num_rows = [rows_per_rank] * ranks.size  # sent to, and received from, each rank
     state = _DispatchState(arguments, ranks, 0, knows_origins=False)
     wire = ranks.wire(arguments.x.device).type
-    state.exchange(_runtime.RowExchange(ranks.group_name, wire, send_rows, returns, each, each), codes)
+    state.exchange(_runtime.RowExchange(ranks.group_name, wire, send_rows, returns, num_rows, num_rows), codes)
     num_local = len(ranks.experts)
     capacity = _NO_CAPACITY if arguments.capacity is None else arguments.capacity
     # A token may name one expert several times.
-    most = min(ranks.size * rows_per_rank * arguments.top_k, num_local * capacity) if num_local > 0 else 0
-    *expansion, beyond = _runtime.expand_rows_on_device(
-        state.codes, ranks.first_replica, num_local, None, capacity, most
+    max_copies = min(ranks.size * rows_per_rank * arguments.top_k, num_local * capacity) if num_local > 0 else 0
+    *expansion, over_capacity = _runtime.expand_rows_on_device(
+        state.codes, ranks.first_replica, num_local, None, capacity, max_copies
     )
-    return state.dispatched(tuple(expansion), dropped + beyond)
+    return state.dispatched(tuple(expansion), dropped + over_capacity)
 
 
 class _DispatchState:
@@ -463,7 +464,7 @@ def _refusal_of(y: Any, handle: DispatchHandle) -> ValueError | None:
         return error
     copies, device = handle._expansion.pairs.shape[0], handle._expansion.pairs.device
     if y.ndim != 2 or y.shape[0] != copies or y.device != device:
-        allowed = f"of one row for each of the {copies} rows that dispatch returned here, on {device}"
+        allowed = f"a matrix of one row for each of the {copies} rows that dispatch returned here, on {device}"
         return argument_error("y", allowed, f"shape {tuple(y.shape)} on {y.device}")
     if y.dtype not in _ROW_DTYPES:
         return argument_error("y", f"one of {_names(_ROW_DTYPES)}", y.dtype)

@@ -252,11 +252,11 @@ def _of_layout(layout: _planner.Layout, group: Group) -> tuple[list[int], list[l
         first, *others = layout.region(rank)
         for dim, (held, size) in enumerate(zip(others, layout.shape[1:], strict=True), start=1):
             if [tuple(interval) for interval in held] != [(0, size)] and size > 0:
-                text = f"{layout}, which cuts dim {dim}, so rank {rank} holds parts of experts"
-                raise argument_error("placement", "a layout that cuts only the first dim", text)
+                text = f"{layout}, which shards dim {dim}, so rank {rank} holds parts of experts"
+                raise argument_error("placement", "a layout that shards only the first dim", text)
         experts.append([expert for begin, end in first for expert in range(begin, end)])
     if layout.has_pending:
-        raise argument_error("placement", "a layout without pending sums", layout)
+        raise argument_error("placement", "a layout without pending reductions", layout)
     return _layout_members(layout, group), experts, layout.shape[0]
 
 

@@ -76,7 +76,7 @@ class checkpoint_cut(torch.autograd.graph.saved_tensors_hooks):
             raise argument_error("min_bytes", "an integer of at least 0", repr(min_bytes))
         self._mesh = mesh
         self._min_bytes = min_bytes
-        self._given = [span for index, tensor in enumerate(tensors) if (span := _named(index, tensor, mesh))]
+        self._given = [span for index, tensor in enumerate(tensors) if (span := _span_of_argument(index, tensor, mesh))]
         self._made: dict[_Span, tuple[_ShardedActivation, _Sequence]] = {}  # activations that the block has sharded
         super().__init__(self._pack, _unpack)
 
@@ -167,8 +167,8 @@ def _local_of(tensor: torch.Tensor) -> torch.Tensor:
     return waited
 
 
-def _named(index: int, tensor: Any, mesh: DeviceMesh) -> _Span | None:
-    """Returns the memory of argument `tensors[index]`; None for a DTensor. Raises ValueError if it is unsuitable."""
+def _span_of_argument(index: int, tensor: Any, mesh: DeviceMesh) -> _Span | None:
+    """Returns the memory of argument `tensors[index]`; None for a DTensor. Raises ValueError for invalid tensors."""
     name = f"tensors[{index}]"
     if isinstance(tensor, DTensor):
         if not is_equal_on(tensor.device_mesh, tuple(tensor.placements), mesh):
@@ -215,10 +215,11 @@ class _ShardedActivation:
         self.num_saved = 0  # number of saved tensors that are views of it
         self.index = 0  # its index in its sequence
         self.was_needed = False  # a backward has unpacked it
-        self.looks = f"{str(part.dtype).removeprefix('torch.')}[{full.shape[0]}]"  # dtype and size, to compare ranks
+        # Dtype and size, to compare ranks.
+        self.signature = f"{str(part.dtype).removeprefix('torch.')}[{full.shape[0]}]"
         # The running step of `fully_shard`, if any, and the activation's number in it.
         self._step = scheduler.current_activations
-        about = scheduler.About(self.looks, part.nbytes, part.device.type, cut, full)
+        about = scheduler.About(self.signature, part.nbytes, part.device.type, cut, full)
         self._number = 0 if self._step is None else self._step.save(self, about)
 
     def start_gather(self) -> None:
@@ -290,7 +291,7 @@ class _Sequence:
     def add(self, activation: _ShardedActivation) -> None:
         """Adds an activation that was packed, and numbers it."""
         activation.index = len(self._seen)
-        self._seen.append(activation.looks)
+        self._seen.append(activation.signature)
         if len(self._seen) <= self._on.longest:
             self._held[activation.index] = activation
         else:

@@ -217,7 +217,7 @@ def schedule(module: nn.Module) -> StepSchedule:
     """
     found = schedules(module)
     if not found:
-        raise ValueError("module must have ended a step, got none; run one training step first")
+        raise ValueError("module must have ended a step, got none. Run one training step first")
     return max(found, key=lambda each: (bool(each.reductions), len(each.uses)))
 
 

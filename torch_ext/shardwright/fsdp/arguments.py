@@ -45,8 +45,8 @@ class Options:
             dicts see. None: those of `placements`. With ``placements=lambda p: [Replicate()]`` and
             ``store_placements=lambda p: [Shard(0)]``, gradients are reduced to shards, the optimizer updates shards,
             and the next step gathers them once (ZeRO-1).
-        kept_placements: function that returns the placements of the copy that is kept if `reshard_after_forward` is a
-            number.
+        kept_placements: function that returns the placements of a copy that is kept when the unit is released between
+            two uses. None: no copy, unless `reshard_after_forward` is a number.
         same_data_dims: mesh dims, by name or index, along which all ranks have the same data, and so the same
             gradients. Gradients are not reduced along them. Use it to shard weights also over tensor-parallel ranks.
         message_format: format of weights and gradients in messages. ``torch.bfloat16`` and ``torch.float16``: both in
@@ -58,9 +58,10 @@ class Options:
             (`message_format`) without converting them, by `torch._scaled_mm`, and quantize their inputs. Other weights
             are converted to param_dtype.
         memory_limit: bytes on this rank for gathered weights, unreduced gradients and gathered activations of
-            `checkpoint_cut`. Default: enough to gather one unit ahead and to reduce one gradient during the next.
-        prefetch: number of changes of units to gather ahead. ``"auto"`` begins with 1; after a timed step it is the
-            least number that is predicted to be as fast as any in the same memory.
+            `checkpoint_cut`. Default: enough to gather one unit ahead and to reduce gradients during the next backward.
+        prefetch: number of unit changes by which gathers are ahead (uses that need a unit which the use before does
+            not need). ``"auto"`` begins with 1; after a timed step it is the least number that is predicted to be as
+            fast as any in the same memory.
         chunked: True gathers row-sharded weights of `nn.Linear` in chunks during their matmuls, and reduces their
             gradients in chunks during the matmuls that compute them, where this is predicted to save waiting or
             memory. Matmuls of some of the rows may round differently.
@@ -132,7 +133,7 @@ class Placing(NamedTuple):
 
     def layouts_of(self, name: str, parameter: nn.Parameter) -> Layouts:
         """Returns the layouts of a parameter. Raises ValueError if the arguments do not fit it."""
-        shard, chosen = self._cut_of(name, parameter)
+        shard, chosen = self._shard_of(name, parameter)
         takes_host = self.takes_host and parameter.device.type == "cpu"
         if parameter.device.type not in (chosen.mesh.device_type, "meta") and not takes_host:
             raise argument_error(name, f"on the device type of mesh ({chosen.mesh.device_type})", parameter.device)
@@ -153,7 +154,7 @@ class Placing(NamedTuple):
             choice = choice._replace(keep_ranks=keep_ranks)
         return Layouts(parameter, data, choice)
 
-    def _cut_of(self, name: str, parameter: nn.Parameter) -> tuple[Shard | None, DataMesh]:
+    def _shard_of(self, name: str, parameter: nn.Parameter) -> tuple[Shard | None, DataMesh]:
         """Returns the Shard that `shard_placement_fn` chose (None: dim 0), and the mesh to shard over."""
         function = self.shard_placement_fn
         result: Any = None if function is None else function(parameter)
@@ -252,7 +253,7 @@ def data_mesh_of(mesh: Any, dp_mesh_dims: Any, same_data_dims: Any, device_type:
     names, _, _ = argument_values.device_mesh_parts(data.mesh)
     same = frozenset(argument_values.mesh_dim_indices(names, same_data_dims, "same_data_dims"))
     if not same <= set(data.data_dims):
-        allowed = f"data-parallel mesh dims, of {[names[dim] for dim in data.data_dims]}"
+        allowed = f"some of the data-parallel mesh dims {[names[dim] for dim in data.data_dims]}"
         raise argument_error("same_data_dims", allowed, repr(same_data_dims))
     return data._replace(same=same)
 
@@ -286,8 +287,8 @@ def _named_dims(mesh: DeviceMesh, dims: Any) -> DataMesh:
             parts.append((_as_one(mesh, shard), None))
         elif name not in shard and name not in replicate:
             parts.append((mesh[name], dim))
-    at_rest = DeviceMesh._concatenate([part for part, _ in parts])
-    return DataMesh(at_rest, tuple(dim for _, dim in parts), cut, own_mesh=mesh)
+    flattened = DeviceMesh._concatenate([part for part, _ in parts])
+    return DataMesh(flattened, tuple(dim for _, dim in parts), cut, own_mesh=mesh)
 
 
 def _names(names: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -353,7 +354,7 @@ def checked_ignored(value: Any) -> set[int]:
     if value is None:
         return set()
     if parameters is None or not all(isinstance(parameter, nn.Parameter) for parameter in parameters):
-        raise argument_error("ignored_params", "a set of parameters", f"a {type(value).__name__}")
+        raise argument_error("ignored_params", "a set of nn.Parameter only", f"a {type(value).__name__}")
     return {id(parameter) for parameter in parameters}
 
 

@@ -9,7 +9,7 @@ received in chunks. The gradient of the weight is a matmul whose result rows are
 steps whose backward has chunks, the modules have that class in forwards too.
 
 An *absent* weight has no full tensor when the use begins, because its chunks are gathered during matmuls. A
-*chunked weight* is the additional weight that stands in a schedule for a unit in chunks (csrc/schedule/chunks.h).
+*chunked weight* is an additional weight that represents a unit in chunks in a schedule (csrc/schedule/chunks.h).
 
 A unit whose modules contain other units is not gathered in chunks, because its weights are needed in many uses with
 other uses in between. Its gradients are still reduced in chunks, each in the use that computes it.
@@ -85,10 +85,11 @@ class Product:
         return chunks
 
     def __call__(self, inputs: Sequence[torch.Tensor], rows: int, has_bias: bool = False) -> torch.Tensor:
+        """Runs the matmul on this rank's operands. Compiles it first, if it is new for this number of rows."""
         key = rows, has_bias
         if key not in self._calls:
             call = bind(self._make(*key).to_text(self.schedule), self._model, self._where)
-            call = dataclasses.replace(call, rows_are_own=True)
+            call = dataclasses.replace(call, rows_are_own=True)  # ranks may have different numbers of rows
             executables.store(self._calls, key, call, _MAX_CALLS)
         (result,) = self._calls[key](inputs)
         return result
@@ -337,13 +338,13 @@ def _gradient(plan: _planner.Plan, rows: int, _: bool) -> _planner.Matmul:
 
 
 def _uncut(plan: _planner.Plan, rows: int, dim: int) -> Layout:
-    """Returns the layout of [rows, weight size along `dim`], replicated in form; each rank has rows of its own."""
+    """Returns the layout of [rows, weight size along `dim`]: replicated, although each rank has its own rows."""
     mesh = plan.src.mesh
     return Layout(mesh, [rows, plan.src.shape[dim]], ["R"] * mesh.ndim, plan.src.dtype)
 
 
 def _chunked(weight: Weight) -> ChunkedWeight | None:
-    """Returns None unless a single `nn.Linear` has the weight, its rows are sharded, and it is gathered in place."""
+    """Returns the chunked weight; None unless one `nn.Linear` has the weight, sharded by rows and gathered in place."""
     module, name = weight.owners[0]
     if len(weight.owners) > 1 or name != "weight" or not is_linear(module):
         return None
@@ -392,7 +393,10 @@ def _in_chunks(original: type) -> type:
 
 
 class _Multiply(torch.autograd.Function):
-    """`F.linear`, in chunks in the uses for which the schedule has chunks."""
+    """`F.linear`, in chunks in the uses for which the schedule has chunks.
+
+    Autograd saves `full`, the full weight, also if it is absent: an absent weight has no memory.
+    """
 
     @staticmethod
     def forward(  # type: ignore[override]

@@ -35,11 +35,11 @@ Move = Callable[[_planner.Layout, _planner.Layout, torch.Tensor, torch.Tensor], 
 def has_extension(local: torch.Tensor) -> bool:
     """Returns true if a local tensor has both methods of the protocol. Raises ValueError if it has only one."""
     methods = "fsdp_pre_all_gather", "fsdp_post_all_gather"
-    there = [hasattr(local, method) for method in methods]
-    if there[0] != there[1]:
-        given = f"only {methods[there.index(True)]}"
+    has_each = [hasattr(local, method) for method in methods]
+    if has_each[0] != has_each[1]:
+        given = f"only {methods[has_each.index(True)]}"
         raise ValueError(f"a {type(local).__name__} must define both {' and '.join(methods)} or neither, got {given}")
-    return there[0]
+    return has_each[0]
 
 
 def is_subclass(local: torch.Tensor) -> bool:
@@ -221,7 +221,7 @@ class Extension:
                     part.fsdp_post_all_gather(gathered, self._metadata, self._dtype, out=full)
         self._part, self._sent, self._works, self._metadata = None, [], [], None
         if getattr(part, "fsdp_should_release_all_gather_outputs_after_post_all_gather", bool)():
-            self._give_back()
+            self._free_outputs()
         return weight
 
     def _in_shape(self, full: torch.Tensor) -> torch.Tensor:
@@ -231,11 +231,11 @@ class Extension:
 
     def release(self) -> None:
         """Frees the gathered tensors and the full weight's other tensors."""
-        self._give_back()
+        self._free_outputs()
         for tensor in self._inner:
             tensor.untyped_storage().resize_(0)
 
-    def _give_back(self) -> None:
+    def _free_outputs(self) -> None:
         """Frees the memory of the gathered tensors."""
         for output in self._outputs:
             _runtime.release_memory(output, self.when_read)

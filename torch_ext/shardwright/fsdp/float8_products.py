@@ -68,18 +68,18 @@ class Float8Product:
     def multiply(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
         """Returns x @ weight.T. Quantizes `x`, of any dtype, like the weight: with one scale, or one for each row."""
         codes, scales = self._arrived(weight)
-        written_as = weight.gather.format
-        scale = written_as.scale_of(written_as.largest(x))
-        code = written_as.encode(x, scale)[0].view(torch.float8_e4m3fn)
+        weight_format = weight.gather.format
+        scale = weight_format.scale_of(weight_format.largest(x))
+        code = weight_format.encode(x, scale)[0].view(torch.float8_e4m3fn)
         out = torch.bfloat16 if self.is_rowwise and x.device.type != "cpu" else x.dtype
         y = torch._scaled_mm(code, codes.t(), scale.unsqueeze(-1) if self.is_rowwise else scale, scales, out_dtype=out)
         return y[:, : weight.whole.size(0)].to(x.dtype)
 
-    def multiply_back(self, dy: torch.Tensor, weight: Weight) -> torch.Tensor:
+    def input_gradient(self, dy: torch.Tensor, weight: Weight) -> torch.Tensor:
         """Returns dy @ weight, in the dtype of `dy`. Decodes some rows of the weight at a time."""
         dx = dy.new_zeros(dy.size(0), weight.whole.size(1), dtype=torch.float32)
         for some in self.rows_at_a_time(weight):
-            dx += dy[:, some] @ self.written(weight, some).to(dy.dtype)
+            dx += dy[:, some] @ self.decoded(weight, some).to(dy.dtype)
         return dx.to(dy.dtype)
 
     def rows_at_a_time(self, weight: Weight, multiple: int = 1) -> Iterator[slice]:
@@ -88,7 +88,7 @@ class Float8Product:
         step = max(1, _ELEMENTS_AT_A_TIME // max(1, length) // multiple) * multiple
         return (slice(begin, min(begin + step, num_rows)) for begin in range(0, num_rows, step))
 
-    def written(self, weight: Weight, some: slice) -> torch.Tensor:
+    def decoded(self, weight: Weight, some: slice) -> torch.Tensor:
         """Returns some rows of the weight, decoded to float32."""
         codes, scales = self._arrived(weight)
         factor = scales.view(-1, 1)[some] if self.is_rowwise else scales
@@ -124,7 +124,7 @@ def in_tiles(scales: torch.Tensor) -> torch.Tensor:
 class BlockProduct(Float8Product):
     """A matmul by a weight with block scales. Decodes the weight if `torch._scaled_mm` takes no block scales.
 
-    The weight has shape [number, columns], and one scale for each `block` elements of a row.
+    The weight has shape [num_rows, columns], and one scale for each `block` elements of a row.
     """
 
     def __init__(self, num_rows: int, columns: int, block: int) -> None:
@@ -150,7 +150,7 @@ class BlockProduct(Float8Product):
         if reason is None and x.size(0) > 0:
             scale = form.scale_of(form.largest(x)) if form.needs_largest else None
             code, rows = form.encode(x, scale)
-            y = _scaled_mm(form, (code, _in_place(rows)), (self._codes(weight), self._scales_of(weight)), x.dtype)[
+            y = _scaled_mm(form, (code, _tiled(rows)), (self._codes(weight), self._scales_of(weight)), x.dtype)[
                 :, :num_rows
             ]
             its = weight.gather.arrived[1]
@@ -159,13 +159,13 @@ class BlockProduct(Float8Product):
             counters.count_product_fallback(f"{form.name} weights as received on {x.device.type}: {reason}")
         y = x.new_empty(x.size(0), num_rows)
         for some in self.rows_at_a_time(weight):
-            y[:, some] = x @ self.written(weight, some).to(x.dtype).t()
+            y[:, some] = x @ self.decoded(weight, some).to(x.dtype).t()
         return y
 
     def rows_at_a_time(self, weight: Weight, multiple: int = _TILE) -> Iterator[slice]:
         return super().rows_at_a_time(weight, multiple)
 
-    def written(self, weight: Weight, some: slice) -> torch.Tensor:
+    def decoded(self, weight: Weight, some: slice) -> torch.Tensor:
         assert weight.gather.arrived is not None
         tiles = self._scales_of(weight)[some.start // _TILE : -(-some.stop // _TILE)]
         scales = tiles.permute(0, 3, 2, 1, 4).reshape(-1, SCALES_TOGETHER * self._tiles[1])[: some.stop - some.start]
@@ -179,8 +179,8 @@ class BlockProduct(Float8Product):
         return weight.scales[: self.scales_bytes].view(*self._tiles, 32, 4, SCALES_TOGETHER)
 
 
-def _in_place(scales: torch.Tensor) -> torch.Tensor:
-    """Returns scales as a contiguous tensor in tiles, with rows padded with zeros to a multiple of 128."""
+def _tiled(scales: torch.Tensor) -> torch.Tensor:
+    """Returns a contiguous copy of scales in tiles, with rows padded with zeros to a multiple of 128."""
     return in_tiles(torch.nn.functional.pad(scales, (0, 0, 0, -scales.size(0) % _TILE))).contiguous()
 
 
@@ -209,7 +209,7 @@ def _try_blocks(device_type: str, form: InBlocks) -> str | None:
     values = 6 * torch.eye(_TILE, device=device_type)
     try:
         code, scales = form.encode(values, values.new_ones(()))
-        found = _scaled_mm(form, (code, _in_place(scales)), (code, _in_place(scales)), torch.float32)
+        found = _scaled_mm(form, (code, _tiled(scales)), (code, _tiled(scales)), torch.float32)
     except torch.OutOfMemoryError:
         raise  # does not show whether the device has the kernel
     except Exception as error:  # a missing kernel may raise anything
@@ -264,7 +264,7 @@ class _Multiply(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         rows = gradients[0].reshape(-1, gradients[0].size(-1))
         needs_x, needs_weight, _ = ctx.needs_input_grad
-        dx = ctx.weight.product.multiply_back(rows, ctx.weight).view_as(x) if needs_x else None
+        dx = ctx.weight.product.input_gradient(rows, ctx.weight).view_as(x) if needs_x else None
         dw = rows.t().mm(x.reshape(-1, x.size(-1))) if needs_weight else None
         return dx, dw, None
 

@@ -376,16 +376,16 @@ class Trained:
     def start_reduction(self, over_replicas: bool, divide_by: float | None, move: Move) -> list[PendingReduction]:
         """Starts to reduce the gradient from autograd and the kept gradients, or zeros if there are none.
 
-        Returns these reductions, and those that matmuls have done in chunks. `move` starts the moves of gradients.
+        Returns this reduction, and the result of those in chunks. `move` starts the moves of gradients.
         """
-        there = self.gradients.take_reduced()
-        has_any = self.has_gradient or bool(there)
+        in_chunks = self.gradients.take_reduced()
+        has_any = self.has_gradient or bool(in_chunks)
         self.had_gradient = self.had_gradient or has_any
         taken = self._taken_gradient()
         if not has_any and self.sharded.requires_grad:
             taken = self._zeros()
         arriving = self.gradients.start(taken, over_replicas, divide_by, move)
-        return there if arriving is None else [*there, arriving]
+        return in_chunks if arriving is None else [*in_chunks, arriving]
 
     def _zeros(self) -> tuple[torch.Tensor, _planner.Layout]:
         """Returns a gradient of zeros with the layout of the latest gradient."""

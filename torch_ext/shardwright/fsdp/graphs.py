@@ -64,7 +64,7 @@ def handle_of(in_graphs: InGraphs) -> int:
     return handle
 
 
-def _found(handle: int) -> tuple[Runner, Unit]:
+def _runner_and_unit(handle: int) -> tuple[Runner, Unit]:
     """Returns the runner and the unit of a handle. Raises RuntimeError if the model was freed."""
     known = _known.get(handle)
     if known is None:
@@ -74,11 +74,11 @@ def _found(handle: int) -> tuple[Runner, Unit]:
 
 def _begin_forward(inputs: Sequence[torch.Tensor], unit: int, records: bool) -> torch.Tensor:
     """Runs fsdp_begin_forward. `inputs` only order it after the operators that compute them."""
-    runner, its = _found(unit)
+    runner, its = _runner_and_unit(unit)
     if runner.gathers_in_chunks:
         raise RuntimeError(
-            f"chunked must be False for {runner.units[0].name} if compiled graphs contain units, got True. Units in "
-            "graphs multiply by full weights. Or compile only submodules of units"
+            f"chunked must be False for {runner.units[0].name} if compiled graphs contain units, got True: units in "
+            "graphs multiply by full weights. Set chunked=False, or compile only submodules of units"
         )
     if its is runner.units[0] and its.forwards and not is_in_backward():
         runner.abort()  # a graph has failed between its events
@@ -90,7 +90,7 @@ def _begin_forward(inputs: Sequence[torch.Tensor], unit: int, records: bool) -> 
 
 def _end_forward(outputs: Sequence[torch.Tensor], unit: int) -> torch.Tensor:
     """Runs fsdp_end_forward. `outputs` only order it after the forward."""
-    runner, its = _found(unit)
+    runner, its = _runner_and_unit(unit)
     forward = its.forwards[-1]
     with _undone_on_error(runner):
         runner.end_forward(its)
@@ -100,7 +100,7 @@ def _end_forward(outputs: Sequence[torch.Tensor], unit: int) -> torch.Tensor:
 
 def _begin_backward(gradients: Sequence[torch.Tensor], forward: torch.Tensor, unit: int) -> torch.Tensor:
     """Runs fsdp_begin_backward. `gradients`, of the outputs, only order it."""
-    runner, its = _found(unit)
+    runner, its = _runner_and_unit(unit)
     with _undone_on_error(runner):
         runner.begin_backward(its, int(forward))
     return _as_tensor(int(forward))
@@ -114,7 +114,7 @@ def _end_backward(
     unit: int,
 ) -> None:
     """Runs fsdp_end_backward: adds the gradients `of_weights` to the weights with these indices in the unit."""
-    runner, its = _found(unit)
+    runner, its = _runner_and_unit(unit)
     with _undone_on_error(runner):
         for index, gradient in zip(indices, of_weights, strict=True):
             its.weights[index].take_gradient(gradient)
@@ -264,9 +264,9 @@ class _Begin(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         of_inputs, of_weights = gradients[: ctx.num_inputs], gradients[ctx.num_inputs :]
         indices = [i for i, gradient in enumerate(of_weights) if gradient is not None]
-        there = [gradient for gradient in of_inputs if gradient is not None]
+        present = [gradient for gradient in of_inputs if gradient is not None]
         (begin,) = ctx.saved_tensors
-        _ops.fsdp_end_backward(there, [of_weights[i] for i in indices], indices, begin, ctx.unit)
+        _ops.fsdp_end_backward(present, [of_weights[i] for i in indices], indices, begin, ctx.unit)
         return None, None, None, *of_inputs, *(None for _ in of_weights)
 
 
@@ -283,8 +283,8 @@ class _End(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         (forward,) = ctx.saved_tensors
-        there = [gradient for gradient in gradients if gradient is not None]
-        begin = _ops.fsdp_begin_backward(there, forward, ctx.unit)
+        present = [gradient for gradient in gradients if gradient is not None]
+        begin = _ops.fsdp_begin_backward(present, forward, ctx.unit)
         return None, *(None if gradient is None else _ops.fsdp_after(gradient, begin) for gradient in gradients)
 
 

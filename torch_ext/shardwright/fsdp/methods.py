@@ -78,7 +78,7 @@ class ShardedModule(FSDPModule):
             raise
 
     def __deepcopy__(self, memo: Any) -> Any:
-        raise TypeError("a module under sw.fully_shard cannot be copied; copy it before that, or use its state_dict")
+        raise TypeError("a module under sw.fully_shard cannot be copied; copy it before, or use its state_dict")
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gathers this module's weights now, but not those of units within it.

@@ -114,11 +114,11 @@ class Host:
         self._timed.append(Copy(is_outward, begin, end))
 
     def begin_timing(self) -> None:
-        """Starts to time copies."""
+        """Starts timing copies."""
         self._timed = []
 
     def end_timing(self) -> list[Copy]:
-        """Stops to time copies. Waits for the copies since `begin_timing`, and returns them."""
+        """Stops timing copies. Waits for the copies since `begin_timing`, and returns them."""
         timed, self._timed = self._timed or [], None
         for copy in timed:
             copy.end.synchronize()

@@ -261,7 +261,7 @@ def _check_param(name: str, param: Any, mesh: DeviceMesh | None) -> None:
     if not isinstance(param, DTensor):
         raise argument_error(name, "a DTensor, such as a parameter under fully_shard", _type_of(param))
     if param.device_mesh != mesh:
-        allowed = "on the mesh of params[0] (call owners once for each mesh)"
+        allowed = "on the mesh of params[0] (call `owners` once for each mesh)"
         raise argument_error(name, allowed, f"{param.device_mesh} instead of {mesh}")
     if param.dim() < 2:
         allowed = "of at least two dims (leave others to an optimizer such as AdamW)"

@@ -185,7 +185,7 @@ class Message:
     def start(
         self, moves: Moves, sources: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], memory: torch.Tensor
     ) -> SharedWork:
-        """Copies the sources to a buffer and starts to move it into `memory`. The work copies it to the outputs."""
+        """Copies the sources to a buffer and starts to move it into `memory`. `wait` copies it to the outputs."""
         num_sent, num_received = (self._total, sum(self._totals))[:: 1 if self.gathers else -1]
         sent = torch.empty(num_sent, dtype=self._word, device=sources[0].device)
         received = memory[: num_received * self._word.itemsize].view(self._word)
@@ -196,7 +196,7 @@ class Message:
 
     @torch.no_grad()
     def _copy(self, buffer: torch.Tensor, tensors: Sequence[torch.Tensor], are_whole: bool, is_out: bool) -> None:
-        """Copies the parts of tensors to the message's buffer, or back (`is_out`). `are_whole`: tensors have all."""
+        """Copies parts of tensors to the buffer, or back (`is_out`). `are_whole`: tensors have all ranks' parts."""
         if self._has_words:
             tensors = [self._as_words(tensor, is_out) for tensor in tensors]
         if not are_whole:
@@ -215,7 +215,7 @@ class Message:
         torch._foreach_copy_(*(of_tensors, of_buffer) if is_out else (of_buffer, of_tensors))
 
     def _as_words(self, tensor: torch.Tensor, is_out: bool) -> torch.Tensor:
-        """Returns a tensor as one of the dtype of copies, along its last dim."""
+        """Returns a view of a tensor, or of a contiguous copy, in the dtype of copies."""
         if tensor.dtype == self._word:
             return tensor
         tensor = tensor if is_out else tensor.contiguous()

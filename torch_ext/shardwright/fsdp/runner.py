@@ -9,9 +9,9 @@ forward until they have left its inputs.
     recording   when a unit opens   when a unit closes      following, after the sequence; its uses are scheduled
     following   as scheduled        as scheduled            recording, at a use that differs from the schedule
 
-The first step that follows a schedule is timed, and all ranks agree on the times. They decide how far ahead later steps
-gather, unless the user has set `prefetch`. The key of a sequence, its first use and the treatment of gradients, selects
-the schedule. All ranks see the same uses, so they start the same transfers. Terms of units: see units.py.
+The first step that follows a schedule is timed, and all ranks agree on the times. The times decide how far ahead later
+steps gather, unless the user has set `prefetch`. The key of a sequence, its first use and the treatment of gradients,
+selects the schedule. All ranks see the same uses, so they start the same transfers. Terms of units: see units.py.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Runner:
         return self._num_forwards
 
     def _put_full(self, unit: Unit, in_backward: bool) -> None:
-        """Gives the modules full weights. A recomputation multiplies as the latest forward whose backward runs."""
+        """Gives the modules full weights: in a recomputation, as in the latest forward whose backward runs."""
         if not self._in_chunks:
             unit.put_full()
             return
@@ -114,13 +114,14 @@ class Runner:
 
     def _put_for(self, unit: Unit, forward: int) -> None:
         """Gives the modules full weights, or matmuls in chunks if the sequence of this forward has them."""
-        is_ours = self._has_our_products(self._index[id(unit)], forward)
-        if unit.chunks is not None and not is_ours:
+        in_chunks = self._multiplies_in_chunks(self._index[id(unit)], forward)
+        if unit.chunks is not None and not in_chunks:
             with torch.no_grad():
                 unit.chunks.gather_full()
-        unit.put_full(self._in_chunks[self._index[id(unit)]] if is_ours else None)
+        unit.put_full(self._in_chunks[self._index[id(unit)]] if in_chunks else None)
 
-    def _has_our_products(self, unit: int, forward: int) -> bool:
+    def _multiplies_in_chunks(self, unit: int, forward: int) -> bool:
+        """Returns true if modules of the unit multiply in chunks in the sequence of this forward."""
         at = bisect.bisect_right(self._multiplies, forward, key=lambda each: each[0])
         return at > 0 and unit in self._multiplies[at - 1][1]
 

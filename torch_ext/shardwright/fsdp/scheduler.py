@@ -42,7 +42,7 @@ class Event(NamedTuple):
 
     @property
     def parts(self) -> tuple[str, int, int, int, int, int, int, int]:
-        """All fields except `number`, as `StepSchedule` takes them."""
+        """All fields except `saved_index`, as `StepSchedule` takes them."""
         return self[1:]
 
 
@@ -349,7 +349,7 @@ class Plan:
         self.timed = timed  # the times it was made from; None if no step was timed
         self.gathers: dict[int, list[tuple[int, int, bool]]] = {}  # by use: unit, arena offset in bytes, in chunks
         self.releases: dict[int, list[int]] = {}  # by use after which they are released: units
-        self.finishes: dict[tuple[int, int], int] = {}  # by unit and use in which a reduction starts: the use it ends
+        self.finishes: dict[tuple[int, int], int] = {}  # by unit and use that starts a reduction: its last use
         buffers, original_of = schedule.buffers, schedule.original_of
         # By use: units gathered in chunks. Each has a chunked weight in the schedule (chunks.py).
         self.in_chunks = [{original_of[w] for w in use[0] if original_of[w] >= 0} for use in schedule.uses]

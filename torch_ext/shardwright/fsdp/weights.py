@@ -188,11 +188,12 @@ class Weight(Trained):
 
     @property
     def _home_type(self) -> str:
+        """The device type of shards: the host's with offload."""
         return "cpu" if self._host is not None else self._device.type
 
     def convert(self, dtypes_of: DtypesOf) -> None:
         """Adopts the current dtype and device of the module's parameter. Must be called between steps."""
-        self._take_up_parameter()
+        self._adopt_parameter()
         if self.product is not None:
             self.product.end(self)
         layouts = self.layouts if self.part.dtype == self._dtype else self.layouts.with_dtype(self.part.dtype)
@@ -283,7 +284,7 @@ class Weight(Trained):
 
     def adopt_changes(self) -> None:
         """Adopts a parameter that users have replaced or frozen. Raises RuntimeError if it cannot be gathered."""
-        self._take_up_parameter()
+        self._adopt_parameter()
         part: torch.Tensor = self.sharded._local_tensor  # type: ignore[attr-defined]
         if part.dtype != self._dtype or part.device.type != self._part_device_type:
             raise RuntimeError(
@@ -295,8 +296,8 @@ class Weight(Trained):
             self.whole.requires_grad_(self.sharded.requires_grad)
             self._watch()
 
-    def _take_up_parameter(self) -> None:
-        """Makes the module's current parameter `sharded`. Raises RuntimeError if its layout or device differs."""
+    def _adopt_parameter(self) -> None:
+        """Adopts the module's current parameter as `sharded`. Raises RuntimeError if its layout or device differs."""
         parameters, name = self._slots[0]
         found: Any = parameters[name]
         if found is not self.whole and found is not self.sharded:
@@ -430,16 +431,16 @@ class Weight(Trained):
         if self.product is not None:
             self.product.land(self)
             if self._is_read:
-                self._write_out()
+                self._decode_arrived()
 
     def read(self) -> nn.Parameter:
         """Returns the full weight, for a read other than by `product`. Decodes it now, and in all later gathers."""
         if not self._is_read:
             self._is_read = True
-            self._write_out()
+            self._decode_arrived()
         return self.whole
 
-    def _write_out(self) -> None:
+    def _decode_arrived(self) -> None:
         """Decodes the received messages to the full weight, in newly allocated memory."""
         if self.gather.arrived is not None:
             with torch.no_grad():

@@ -73,7 +73,7 @@ def _hook_of(hooks: Mapping[int, Any], name: str, functions: list[Any]) -> tuple
 
 
 def _variables(hook: Any) -> Mapping[str, Any]:
-    """Returns the variables that a hook refers to in the function that made it."""
+    """Returns the variables of a hook's closure, by name."""
     return inspect.getclosurevars(hook).nonlocals if inspect.isfunction(hook) else {}
 
 

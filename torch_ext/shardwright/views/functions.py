@@ -175,7 +175,7 @@ def transpose(
 
 def _check_no_group(group: dist.ProcessGroup | None) -> None:
     if group is not None:
-        raise ValueError("group must be left out for a DTensor, which has a mesh, got a group without a layout")
+        raise ValueError("group must be None without a layout, because a DTensor has a mesh, got a group")
 
 
 def _viewed(

@@ -269,7 +269,7 @@ def _product(lhs_dims: str, rhs_dims: str, out_dims: str) -> _Rule:
         if len(flags) > 1 or lhs.mesh != rhs.mesh:
             return None
         placements = []
-        operands = list(lhs.placements), list(rhs.placements)
+        operands = list(lhs.placements), list(rhs.placements)  # `_of_product` replaces R by the shards that it needs
         for mesh_dim in range(lhs.mesh.ndim):
             out = _of_product(operands, mesh_dim, lhs_dims, rhs_dims, out_dims)
             if out is None or not all(_fits(spec, spec.placements[mesh_dim], out, len(out_dims)) for spec in bias):
@@ -280,8 +280,8 @@ def _product(lhs_dims: str, rhs_dims: str, out_dims: str) -> _Rule:
         if all(tuple(now) == spec.placements for now, spec in zip(operands, (lhs, rhs), strict=True)):
             return OutputSharding(result)
         cut = [spec_like(strided, now, spec.tensor_meta) for now, spec in zip(operands, (lhs, rhs), strict=True)]
-        first = OpSchema(schema.op, (*bias, *cut, *schema.args_schema[len(specs) :]), schema.kwargs_schema)
-        return OutputSharding(result, first, needs_redistribute=True)
+        sharded = OpSchema(schema.op, (*bias, *cut, *schema.args_schema[len(specs) :]), schema.kwargs_schema)
+        return OutputSharding(result, sharded, needs_redistribute=True)
 
     return rule
 

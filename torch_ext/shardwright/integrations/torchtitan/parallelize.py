@@ -29,7 +29,7 @@ MESH_ORDER = (MeshAxisName.DP, MeshAxisName.CP, MeshAxisName.TP)  # axes of acti
 
 
 def with_our_functions(parallelize_fn: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-    """Returns `parallelize_fn` of a model, changed. It replaces functions of torchtitan for the rest of the process."""
+    """Wraps `parallelize_fn`. The wrapper first replaces functions of torchtitan, for the rest of the process."""
 
     @functools.wraps(parallelize_fn)
     def parallelize(*args: Any, **kwargs: Any) -> nn.Module:
