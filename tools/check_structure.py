@@ -76,6 +76,7 @@ ORDER = (
     "experts",
     "views",
     "spmd",
+    "versions",
     "transfers",
     "checkpoints",
     "debug",
@@ -118,6 +119,7 @@ MAX_CODE_LINES = {
     "runtime": 2244,
     "spmd": 100,
     "transfers": 1249,
+    "versions": 100,
     "views": 1079,
 }
 

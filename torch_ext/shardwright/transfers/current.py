@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -28,6 +28,7 @@ from torch.nn.modules.module import (
 )
 
 from .._native import _planner
+from ..versions.locations import local_of, location_of, storage_of
 from .declared import Given, Reader
 
 _REMEDY = (
@@ -50,8 +51,6 @@ class Owner(Protocol):
 
 owners: weakref.WeakSet[Owner] = weakref.WeakSet()
 
-# Location of a tensor in memory: storage, offset, sizes and strides.
-Location = tuple[int, int, tuple[int, ...], tuple[int, ...]]
 _Overlaps = Callable[[dict[str, torch.Tensor], dict[str, torch.Tensor]], list[str]]  # of tensors to read, to write
 
 
@@ -139,7 +138,7 @@ class Passed:
             if not isinstance(current, DTensor):
                 raise ValueError(f"its module must have a DTensor again, got a {type(current).__name__}; {_REMEDY}")
             if location_of(current) != location_of(old.plain):
-                value = current if isinstance(value, DTensor) else _local(current)
+                value = current if isinstance(value, DTensor) else local_of(current)
         now = self._reader.read(value)
         return now if isinstance(value, DTensor) else now._replace(layout=old.layout)
 
@@ -219,16 +218,6 @@ class Tensors:
         return problems
 
 
-def locations_of(tensors: Sequence[torch.Tensor]) -> list[Location]:
-    """Returns the locations of all tensors that have elements."""
-    return [location_of(tensor) for tensor in tensors if tensor.numel()]
-
-
-def storage_of(tensor: torch.Tensor) -> int:
-    """Returns the identity of the tensor's storage."""
-    return tensor.untyped_storage()._cdata
-
-
 def _num_tensors(tensor: torch.Tensor) -> int:
     """Returns the number of tensors that use the storage of `tensor`."""
     return _use_count(tensor) - _uses_of_one() + 1
@@ -251,17 +240,6 @@ def _is_whole(tensor: Given) -> bool:
     return isinstance(tensor.value, DTensor) or tensor.plain.nbytes == tensor.plain.untyped_storage().nbytes()
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the local tensor of a DTensor; a plain tensor unchanged."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def location_of(tensor: torch.Tensor) -> Location:
-    """Returns the location of the local tensor."""
-    local = _local(tensor)
-    return storage_of(local), local.storage_offset(), tuple(local.shape), local.stride()
-
-
 # The objects to notify of replaced tensors.
 _watching: weakref.WeakSet[Passed] = weakref.WeakSet()
 _hooks: list[Any] = []
@@ -281,7 +259,7 @@ def _note(module: nn.Module, name: str, new: torch.Tensor | None) -> None:
     if old is None or old is new or not _watching:
         return
     for passed in list(_watching):
-        passed.note_replaced(storage_of(_local(old)), module, name)
+        passed.note_replaced(storage_of(local_of(old)), module, name)
 
 
 def _tensor_of(module: nn.Module, name: str) -> torch.Tensor | None:
@@ -293,4 +271,4 @@ def _tensor_of(module: nn.Module, name: str) -> torch.Tensor | None:
 def _has_other(module: nn.Module, name: str, storage: int) -> bool:
     """Returns True if the module's tensor of this name no longer uses this storage."""
     now = _tensor_of(module, name)
-    return now is None or storage_of(_local(now)) != storage
+    return now is None or storage_of(local_of(now)) != storage

@@ -17,7 +17,8 @@ from ..rules.items import Item, items_of
 from ..rules.kinds import Rule, apply_rules, renamed
 from ..rules.pieces import source_tensor
 from ..runtime import groups, memory_spans, plain_tensors
-from . import declarations, staging
+from ..versions import second_copy
+from . import declarations
 from .current import Passed, Tensors
 from .declarations import Agreed, Starts
 from .declared import Given, Reader, declare
@@ -191,7 +192,7 @@ def _overlaps(
         for of, to, _, _ in memory_spans.shared_memory({}, written, among_written=True)
     ]
     if stages and not problems:
-        problems += staging.problems(read, written)
+        problems += second_copy.problems(read, written)
     return [f"{problem} (on rank {rank})" for problem in problems]
 
 

@@ -24,12 +24,12 @@ from ..layouts.topology import Topology, named_topology, tables_now
 from ..planning.batches import BUCKET_BYTES, BUCKETS
 from ..rules import explaining
 from ..runtime import argument_checks, executables, groups
+from ..versions.locations import Location, locations_of
+from ..versions.second_copy import SecondCopy
 from . import batches
 from .batches import BoundBatch
-from .current import Location, locations_of
 from .progress import Progress
 from .setup import Options, SetUp, checked, set_up
-from .staging import SecondCopy
 
 
 def transfer(

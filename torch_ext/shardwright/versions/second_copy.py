@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from .._native import _runtime
-from .current import locations_of, storage_of
+from .locations import locations_of, storage_of
 
 # More runs than this of bytes outside the destinations are copied with a mask instead of one by one.
 _MAX_RUNS = 64

@@ -1,0 +1,1 @@
+"""Successive versions of the tensors of a transfer."""
