@@ -20,13 +20,14 @@ class _Counts:
     __slots__ = (
         *("batched_tensors", "batches", "cache_hits", "calls", "combines", "dispatches", "dropped", "misfits", "plans"),
         *("products", "traced", "unplanned_steps", "views", "activations_cut", "activation_gathers"),
+        *("changed_starts", "full_starts", "changed_bytes"),
     )
 
     def __init__(self) -> None:
         self.calls = self.cache_hits = self.misfits = self.plans = self.products = self.traced = 0
         self.dispatches = self.combines = self.dropped = self.unplanned_steps = 0
         self.batches = self.batched_tensors = self.views = 0
-        self.activations_cut = self.activation_gathers = 0
+        self.activations_cut = self.activation_gathers = self.changed_starts = self.full_starts = self.changed_bytes = 0
 
 
 counts = _Counts()  # docs of each counter: `stats`
@@ -65,6 +66,8 @@ def stats(*, by: str | None = None) -> dict[str, Any]:
         - ``cache_hits``: calls that found their executable in the cache.
         - ``plan_cache_hits``, ``plan_cache_misses``, ``plan_cache_size``: counts of the cache of `plan`.
         - ``bytes``: bytes that this rank received from others, according to the plans.
+        - ``changed_starts``, ``full_starts``: starts of transfers with `only_changed` that sent only what changed, and
+          that sent everything; the report of each start has the reason.
         - ``peer_bytes``: the part of ``bytes`` that was copied from peers' memory, if `prepare` made arenas; replays of
           graphs are not counted.
         - ``through_host``: programs on device tensors that ran in host memory because their groups are Gloo's.
@@ -126,7 +129,9 @@ def stats(*, by: str | None = None) -> dict[str, Any]:
         "plan_cache_hits": planned["hits"],
         "plan_cache_misses": planned["misses"],
         "plan_cache_size": planned["size"],
-        "bytes": _runtime.counters()["received_bytes"],
+        "bytes": _runtime.counters()["received_bytes"] + counts.changed_bytes,
+        "changed_starts": counts.changed_starts,
+        "full_starts": counts.full_starts,
         "peer_bytes": _runtime.counters()["peer_bytes"],
         "through_host": _runtime.counters()["through_host"],
         "staging_bytes": _runtime.kept_staging_bytes(),
@@ -136,11 +141,8 @@ def stats(*, by: str | None = None) -> dict[str, Any]:
 def reset_stats() -> None:
     """Sets all counters to zero. Caches are kept."""
     counts.__init__()  # type: ignore[misc]
-    _reasons.clear()
-    _view_reasons.clear()
-    _strided_reasons.clear()
-    _break_reasons.clear()
-    _product_reasons.clear()
+    for reasons in (_reasons, _view_reasons, _strided_reasons, _break_reasons, _product_reasons):
+        reasons.clear()
     layout_stats.reset()
     _runtime.reset_counters()
     _planner.reset_plan_cache_counts()

@@ -126,18 +126,25 @@ class Starts:
         self._group = groups.weakly(group)
         self._texts: StoreTexts | None = None
 
-    def agree(self, problems: Sequence[str]) -> None:
-        """Waits for all ranks of the group. Raises ValueError on all of them if some have problems."""
+    def agree(self, problems: Sequence[str], note: Any = None) -> list[Any]:
+        """Waits for all ranks of the group. Raises ValueError on all of them if some have problems.
+
+        Returns the notes of all ranks, which JSON must have types for.
+        """
         group = self._group.get()
+        notes = [note]
         if dist.get_world_size(group) > 1:
             if self._texts is None:
                 store = distributed_c10d._world.pg_map[group if group is not None else dist.group.WORLD][1]
                 self._texts = StoreTexts(dist.PrefixStore(f"shardwright/transfer/{self._name}", store))
             ranks, rank = tuple(groups.ranks_in_meshes(group)), groups.rank_in_meshes(group)
             call = "the start of a transfer (nothing was moved; all ranks of the group must call start() or receive())"
-            texts = self._texts.exchange(call, json.dumps(list(problems)), ranks, rank, groups.default_timeout())
-            problems = [problem for text in texts.values() for problem in json.loads(text)]
+            mine = json.dumps([list(problems), note])
+            texts = self._texts.exchange(call, mine, ranks, rank, groups.default_timeout())
+            told = [json.loads(text) for text in texts.values()]
+            problems, notes = [problem for some, _ in told for problem in some], [each for _, each in told]
         refuse(problems)
+        return notes
 
 
 def _gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:

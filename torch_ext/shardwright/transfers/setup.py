@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from .._native import _planner
 from ..layouts import argument_values
+from ..layouts.errors import argument_error
 from ..layouts.layout import Layout, Mesh
 from ..rules.checking import Wanted, check
 from ..rules.items import Item, items_of
@@ -18,6 +19,7 @@ from ..rules.kinds import Rule, apply_rules, renamed
 from ..rules.pieces import source_tensor
 from ..runtime import groups, memory_spans, plain_tensors
 from ..versions import second_copy
+from ..versions.changes import MAX_EXACT_BYTES
 from . import declarations
 from .current import Passed, Tensors
 from .declarations import Agreed, Starts
@@ -66,8 +68,59 @@ class Options(NamedTuple):
     bucket_bytes: Any
     buckets: Any
     staging: Any
+    only_changed: Any
     unused: list[str]
     ignore: list[str]
+
+
+def read_options(
+    bucket_bytes: Any,
+    buckets: Any,
+    staging: Any,
+    only_changed: Any,
+    unused: Any,
+    ignore: Any,
+    problems: list[str],
+    rank: int,
+) -> Options:
+    """Returns the options of `transfer`. Appends a problem for each invalid one."""
+    return Options(
+        bucket_bytes=checked(lambda: _at_least("bucket_bytes", bucket_bytes, 1), problems, rank),
+        buckets=checked(lambda: _at_least("buckets", buckets, 1), problems, rank),
+        staging=checked(lambda: _staging(staging), problems, rank),
+        only_changed=checked(lambda: _block_bytes(only_changed), problems, rank),
+        unused=checked(lambda: _patterns("unused", unused), problems, rank, []),
+        ignore=checked(lambda: _patterns("ignore", ignore), problems, rank, []),
+    )
+
+
+def _at_least(argument: str, given: Any, least: int) -> int:
+    """Returns the argument as an int. Raises ValueError if it is below `least`."""
+    value = argument_values.integer(given, argument)
+    if value < least:
+        raise argument_error(argument, f"at least {least}", value)
+    return value
+
+
+def _staging(value: Any) -> str | None:
+    """Returns the argument staging. Raises ValueError unless it is None or "double"."""
+    if value is not None and value != "double":
+        raise argument_error("staging", "None or 'double'", repr(value))
+    return None if value is None else "double"
+
+
+def _block_bytes(only_changed: bool | int) -> int:
+    """Returns the argument only_changed as the size of blocks in bytes; 0 if everything is sent."""
+    value = MAX_EXACT_BYTES * only_changed if isinstance(only_changed, bool) else only_changed
+    value = argument_values.integer(value, "only_changed")
+    if value < 0 or value & (value - 1):
+        raise argument_error("only_changed", "True, False or a power of two", only_changed)
+    return value
+
+
+def _patterns(argument: str, value: Any) -> list[str]:
+    """Returns the argument as a list of patterns of names."""
+    return [str(pattern) for pattern in argument_values.items(value, argument, "a list of patterns of names")]
 
 
 def set_up(

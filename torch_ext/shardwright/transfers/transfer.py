@@ -18,18 +18,20 @@ import torch
 import torch.distributed as dist
 
 from .._native import _planner
-from ..layouts import argument_values
 from ..layouts.errors import argument_error
 from ..layouts.topology import Topology, named_topology, tables_now
 from ..planning.batches import BUCKET_BYTES, BUCKETS
 from ..rules import explaining
-from ..runtime import argument_checks, executables, groups
+from ..runtime import argument_checks, counters, executables, groups
+from ..versions.changes import Changes, Note, Report, check_changes
 from ..versions.locations import Location, locations_of
+from ..versions.messages import Rounds
+from ..versions.pieces import Ends
 from ..versions.second_copy import SecondCopy
 from . import batches
 from .batches import BoundBatch
 from .progress import Progress
-from .setup import Options, SetUp, checked, set_up
+from .setup import Options, SetUp, checked, read_options, set_up
 
 
 def transfer(
@@ -40,6 +42,7 @@ def transfer(
     bucket_bytes: int = BUCKET_BYTES,
     buckets: int = BUCKETS,
     staging: str | None = None,
+    only_changed: bool | int = False,
     unused: Sequence[str] = (),
     ignore: Sequence[str] = (),
     progress: bool | Callable[[int, int, str], None] = False,
@@ -66,6 +69,17 @@ def transfer(
             up to `buckets` rounds of messages are in flight.
         staging: None writes to the destination as elements are received. ``"double"`` writes to a second copy of its
             storages, which ``wait()`` or `Transfer.swap` exchanges for the first at once.
+        only_changed: from the second start on, send only what changed since the last one: blocks of so many bytes, a
+            power of two, and their numbers. True: 8 bytes. If this takes more bytes than everything, or a rank asks
+            for everything, everything is sent. The values are those of a full transfer, bit by bit.
+
+            Senders compare their sources, in the dtype in which they are sent, with a state that they keep: for blocks
+            of at most 8 bytes a copy; for larger blocks 8 bytes for each, a random hash that two different blocks share
+            with a probability of 2**-64. `start` needs temporaries as large as the largest part of a source, and 8
+            bytes for each changed block. Receivers keep nothing, so destinations must keep their values. Everything is
+            sent if a destination has other memory than before, or if PyTorch's operators wrote to it. Other writes, by
+            kernels or through ``.data``, are not detected: call ``start(everything=True)`` after them. It excludes
+            layouts with pending reductions or flattened dims, and staging.
         unused: patterns of names, after the map, that the destination may lack; and of values in `state_dict` that are
             no tensors.
         ignore: patterns of names in `to` that keep their values if no tensor of the source has this name; and of values
@@ -89,38 +103,13 @@ def transfer(
         raise ValueError(f"group must contain this rank, got a group without rank {dist.get_rank()}")
     problems: list[str] = []
     rank = groups.rank_in_meshes(group)
-    options = Options(
-        bucket_bytes=checked(lambda: _at_least("bucket_bytes", bucket_bytes, 1), problems, rank),
-        buckets=checked(lambda: _at_least("buckets", buckets, 1), problems, rank),
-        staging=checked(lambda: _staging(staging), problems, rank),
-        unused=checked(lambda: _patterns("unused", unused), problems, rank, []),
-        ignore=checked(lambda: _patterns("ignore", ignore), problems, rank, []),
-    )
+    options = read_options(bucket_bytes, buckets, staging, only_changed, unused, ignore, problems, rank)
     if not (isinstance(progress, bool) or callable(progress)):
         problems.append(f"progress must be True, False or a function, got a {type(progress).__name__}")
     return Transfer(set_up(state_dict, to, map, options, group, device, problems), options, progress, group)
 
 
-def _at_least(argument: str, given: Any, least: int) -> int:
-    """Returns the argument as an int. Raises ValueError if it is below `least`."""
-    value = argument_values.integer(given, argument)
-    if value < least:
-        raise argument_error(argument, f"at least {least}", value)
-    return value
-
-
-def _staging(value: Any) -> str | None:
-    """Returns the argument staging. Raises ValueError unless it is None or "double"."""
-    if value is not None and value != "double":
-        raise argument_error("staging", "None or 'double'", repr(value))
-    return None if value is None else "double"
-
-
-def _patterns(argument: str, value: Any) -> list[str]:
-    """Returns the argument as a list of patterns of names."""
-    return [str(pattern) for pattern in argument_values.items(value, argument, "a list of patterns of names")]
-
-
+_Run = batches.Run | Rounds
 # Destinations that are received together: their indices, the run, and this rank's tensors.
 _Group = tuple[range, batches.Run, list[torch.Tensor]]
 
@@ -128,7 +117,7 @@ _Group = tuple[range, batches.Run, list[torch.Tensor]]
 class SourceFree:
     """Waits for the last read of a transfer's sources."""
 
-    def __init__(self, run: batches.Run) -> None:
+    def __init__(self, run: _Run) -> None:
         self._run = run
 
     def wait(self) -> None:
@@ -137,9 +126,14 @@ class SourceFree:
 
 
 class TransferHandle:
-    """A running transfer. Every wait raises its error."""
+    """A running transfer. Every wait raises its error.
 
-    def __init__(self, owner: Transfer, run: batches.Run, failure: Exception | None, locations: list[Location]) -> None:
+    Attributes:
+        report: with `only_changed`, the bytes that this rank sends and receives, and why everything was sent if it was.
+    """
+
+    def __init__(self, owner: Transfer, run: _Run, failure: Exception | None, locations: list[Location]) -> None:
+        self.report: Report | None = None
         self._owner = owner
         self._run = run
         self._locations = locations  # of the destination's tensors
@@ -209,6 +203,11 @@ class Transfer:
         self._group = groups.weakly(group)
         self._progress = progress
         self._stages = options.staging == "double"
+        self._changes: Changes | None = None
+        if options.only_changed:
+            ends = Ends(made.sources, made.destinations, made.items, made.rank)
+            check_changes(ends, options.only_changed, options.staging)
+            self._changes = Changes(ends, options.only_changed, group)
         self._under_way: TransferHandle | None = None  # the last `start`
         self._receiving: weakref.ref[Receiving] | None = None
         self._own: dict[int, torch.Tensor] = {}  # tensors allocated here, by index of the destination
@@ -230,11 +229,15 @@ class Transfer:
         front = self._destination()
         return {name: self._value(name, front[i]) for i, name in enumerate(made.names) if made.has_part(i)}
 
-    def start(self) -> TransferHandle:
+    def start(self, everything: bool = False) -> TransferHandle:
         """Starts to move the current values of the source. All ranks of the group must call this at the same point.
 
         Sources must not be written to before ``source_free.wait()``, and the destination is complete after ``wait()``.
-        Earlier runs of this transfer are completed first. The call waits for all ranks.
+        Earlier runs of this transfer are completed first. The call waits for all ranks. With `only_changed`, it also
+        moves changes in all rounds but the last, so that it waits for their messages.
+
+        Args:
+            everything: with `only_changed`, send everything. It suffices that one rank asks for it.
 
         Raises:
             ValueError: raised on all ranks, before anything moves: a tensor has another layout, dtype or device than
@@ -242,16 +245,22 @@ class Transfer:
             RuntimeError: other ranks did not call within the timeout.
         """
         failure = self._complete_all("start")
-        self._renew()
+        notes = self._renew(everything)
         front = self._destination()
-        if self._stages:
+        run: _Run
+        report = None
+        if self._changes is not None:
+            run, report = self._start_changed(self._changes, [Note(*note) for note in notes], front)
+        elif self._stages:
             if self._copy is None or self._copy.locations != locations_of(front):
                 self._copy = SecondCopy(front)
             run = self._batch.start(self._copy.tensors)
         else:
             run = self._batch.start(front)
+        if not self._stages:
             self._mark_given(range(len(front)))
         self._under_way = TransferHandle(self, run, failure, locations_of(front))
+        self._under_way.report = report
         return self._under_way
 
     def receive(self) -> Receiving:
@@ -267,6 +276,10 @@ class Transfer:
         """
         if self._stages:
             raise argument_error("receive: staging", "None", "'double'; call start() instead")
+        if self._changes is not None:
+            raise argument_error(
+                "receive: only_changed", "False", f"{self._options.only_changed}; call start() instead"
+            )
         failure = self._complete_all("receive")
         self._renew()
         tensors = self._receive(failure)
@@ -304,6 +317,26 @@ class Transfer:
             table = now.measured_topology(lowering.name) or now.environment or lowering.default_topology
         return explaining.explain(self._batch.batch, self._made.names, table, limit)
 
+    def _start_changed(self, changes: Changes, notes: list[Note], front: list[torch.Tensor]) -> tuple[_Run, Report]:
+        """Starts to send what changed, or everything. `notes` are those of all ranks."""
+        reason = changes.decide(notes)
+        if reason:
+            counters.counts.full_starts += 1
+            return self._batch.start(front), changes.report(reason, None)
+        group, into = self._group.get(), [tensor.detach() for tensor in front]
+        torch.autograd.graph.increment_version(into)  # writes in inference mode bypass autograd
+        round_bytes = self._options.bucket_bytes * self._options.buckets
+        wire = executables.wire(self._made.device.type, group)
+        rounds = changes.send(notes, self._source, into, round_bytes, group, wire)
+        report = changes.report("", rounds)
+        counters.counts.changed_starts += 1
+        counters.counts.changed_bytes += report.received_bytes
+        return rounds, report
+
+    def _source(self, index: int) -> torch.Tensor:
+        """Returns this rank's part of a source."""
+        return argument_checks.resolved(self._made.source(index).detach())
+
     def _destination(self) -> list[torch.Tensor]:
         """Returns this rank's tensors of all destinations. Missing ones are allocated once and kept."""
         passed = map(self._made.destination, range(len(self._made.names)))
@@ -322,12 +355,19 @@ class Transfer:
                 f"{by}: tensors of the destination got other storages after the last start(); start again"
             )
 
-    def _renew(self) -> None:
-        """Reads all tensors again. Raises on all ranks, before anything is sent, if some no longer match the plan."""
+    def _renew(self, everything: bool = False) -> list[Any]:
+        """Reads all tensors again. Raises on all ranks, before anything is sent, if some no longer match the plan.
+
+        Returns the notes of all ranks about changes. They are exchanged together with the problems.
+        """
         own = self._copy.num_tensors if self._copy is not None else {}
         problems: list[str] = []
-        found = checked(lambda: self._made.tensors.renew(own), problems, groups.rank_in_meshes(self._group.get()), [])
-        self._made.starts.agree([*problems, *found])
+        rank = groups.rank_in_meshes(self._group.get())
+        problems += checked(lambda: self._made.tensors.renew(own), problems, rank, [])
+        note, changes = None, self._changes
+        if changes is not None and not problems:
+            note = checked(lambda: changes.look(self._source, self._destination(), everything), problems, rank)
+        return self._made.starts.agree(problems, note)
 
     def _mark_given(self, indices: range) -> None:
         """Increments the versions of passed tensors. Those of a DTensor and its local tensor are separate."""
@@ -355,7 +395,7 @@ class Transfer:
             self._made, destinations, self._options.bucket_bytes, buckets, self._group.get(), first_sender
         )
 
-    def _complete(self, run: batches.Run) -> Exception | None:
+    def _complete(self, run: _Run) -> Exception | None:
         """Waits for the destinations in the order in which they complete, and reports progress.
 
         Returns the error of the progress function, which is not called again after it.
@@ -370,6 +410,8 @@ class Transfer:
                 except Exception as error:
                     failure = error
             run.wait()
+        if self._changes is not None:
+            self._changes.note_written(self._destination())
         return failure
 
     def _complete_all(self, by: str) -> Exception | None:
