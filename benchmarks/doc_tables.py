@@ -267,6 +267,20 @@ def state_dicts_over_links() -> list[str]:
     return table(head, rows)
 
 
+def transfers_of_changes() -> list[str]:
+    networks = results("changes-torch2.15.0")["networks"]
+    rows = []
+    for slow, fast in zip(networks[1]["rows"], networks[0]["rows"]):
+        wholes = [network["rows"][0] for network in (networks[1], networks[0])]
+        received, kept = slow["received_bytes"], slow["kept_bytes_worst_rank"]
+        cells = [slow["name"], f"{received / 2**20:.2f} MiB", f"{received / wholes[0]['received_bytes']:.1%}"]
+        cells.append(f"{kept / 2**20:.1f} MiB")
+        cells += [f"{row['ms'] / whole['ms']:.2f}" for row, whole in zip((slow, fast), wholes)]
+        rows.append(cells)
+    head = ["sent", "received by both servers", "of everything", "kept by a trainer"]
+    return table([*head, "time at 1 Gbit/s, of everything", "time over loopback, of everything"], rows)
+
+
 STEPS = {
     "compute": "compute alone",
     "communication": "communication alone",
@@ -406,6 +420,7 @@ PARTS: dict[str, Callable[[], list[str]]] = {
     "plans over links": plans_over_links,
     "state dicts": state_dicts,
     "state dicts over links": state_dicts_over_links,
+    "transfers of changes": transfers_of_changes,
     "steps over links": steps_over_links,
     "steps in short": steps_in_short,
     "attention over links": attention,

@@ -185,7 +185,8 @@ class Changes:
             size = flat.element_size()
             changed = (words_of(state, size) != words_of(kept, size)).view(-1)
         else:
-            changed = (state != kept).repeat_interleave(self._block_bytes // flat.element_size())[: flat.numel()]
+            per_block = self._block_bytes // flat.element_size()
+            changed = (state != kept).unsqueeze(1).expand(-1, per_block).reshape(-1)[: flat.numel()]
         kept.copy_(state)
         return changed.view(local.shape)
 

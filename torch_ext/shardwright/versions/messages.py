@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -51,9 +52,8 @@ class Message:
         """Finds the changed blocks by masks of the changed elements of each source."""
         found = []
         for (piece, dtype), begin in zip(self.pieces, self._begins):
-            mask = piece.taken.read(changed[piece.source, dtype]).reshape(-1)
-            mask = torch.nn.functional.pad(mask, (0, -len(mask) % self._per_block(dtype)))
-            found.append(mask.view(-1, self._per_block(dtype)).any(1).nonzero().view(-1) + begin)
+            mask = words_of(piece.taken.read(changed[piece.source, dtype]).reshape(-1), self._per_block(dtype))
+            found.append((mask if mask.shape[1] == 1 else mask.any(1)).view(-1).nonzero().view(-1) + begin)
         self._changed = torch.cat(found)
         self.num_changed = len(self._changed)
         largest = int(self._distances(0, self.num_changed).max()) if self.num_changed else 0
@@ -74,8 +74,9 @@ class Message:
         for which, some, own in self._by_piece(numbers):
             piece, dtype = self.pieces[which]
             flat = elements_of(piece.taken, source(piece.source), dtype).reshape(-1)
-            rows = bytes_of(flat, self._block_bytes)
-            blocks[some] = rows.index_select(0, own.to(rows.device)).to(blocks.device)
+            rows = words_of(flat, self._block_bytes)
+            found = rows.index_select(0, own.to(rows.device)).view(torch.uint8)
+            blocks[some] = found.view(len(own), -1).to(blocks.device)
         distances = self._distances(begin, end).to(torch.int32).contiguous().view(torch.uint8).view(-1, MAX_INDEX_BYTES)
         indices.copy_(distances[:, : self.index_bytes])
 
@@ -103,8 +104,11 @@ class Message:
         if piece.put.is_view() and old.is_contiguous():
             flat, num_whole = old.view(-1), piece.numel // per_block
             is_whole = blocks < num_whole
-            rows = flat[: num_whole * per_block].view(-1, per_block)
-            rows.index_copy_(0, blocks[is_whole], values[is_whole])
+            rows, new = flat[: num_whole * per_block].view(-1, per_block), values[is_whole]
+            word = _INTEGERS[math.gcd(per_block * flat.itemsize, WORD_BYTES)]  # larger integers are copied faster
+            if flat.storage_offset() % per_block == 0:
+                rows, new = rows.view(word), new.view(word)
+            rows.index_copy_(0, blocks[is_whole], new)
             if not bool(is_whole[-1]):
                 flat[num_whole * per_block :] = values[-1, : len(flat) - num_whole * per_block]
             return
@@ -244,21 +248,11 @@ def elements_of(side: Side, local: torch.Tensor, dtype: torch.dtype) -> torch.Te
     return side.read(bits_of(local)).view(local.dtype).to(dtype)
 
 
-def bytes_of(flat: torch.Tensor, block_bytes: int) -> torch.Tensor:
-    """Returns the bytes of a flat tensor, filled up with zeros: a row for each block."""
-    return _filled_up(flat, block_bytes).view(torch.uint8).view(-1, block_bytes)
-
-
 def words_of(flat: torch.Tensor, block_bytes: int) -> torch.Tensor:
     """Returns the bits of a flat tensor, filled up with zeros, as integers: a row for each block."""
-    flat, word = _filled_up(flat, block_bytes), min(block_bytes, WORD_BYTES)
+    flat, word = flat.contiguous(), min(block_bytes, WORD_BYTES)
+    if missing := -flat.nbytes % block_bytes // flat.element_size():
+        flat = torch.cat([flat, flat.new_zeros(missing)])
     if flat.storage_offset() * flat.element_size() % word:
         flat = flat.clone()  # a view as larger integers must be aligned
     return flat.view(_INTEGERS[word]).view(-1, block_bytes // word)
-
-
-def _filled_up(flat: torch.Tensor, block_bytes: int) -> torch.Tensor:
-    """Returns a flat tensor without strides, with zeros up to a whole number of blocks."""
-    flat = flat.contiguous()
-    missing = -flat.nbytes % block_bytes // flat.element_size()
-    return torch.cat([flat, flat.new_zeros(missing)]) if missing else flat
