@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import pathlib
 import time
-import traceback
 from collections.abc import Callable
-from datetime import timedelta
-from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
@@ -17,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+import jobs
 import oracle
 import parts
 import shardwright as sw
@@ -24,43 +21,6 @@ from shardwright import doctor
 
 JOBS = {"trainer": 2, "server": 3}  # the server's ranks come first, because roles are sorted by name
 SHAPE = (9, 7)
-_context = multiprocessing.get_context("forkserver")
-
-
-def _process(end: Connection, folder: str, role: str, rank: int, size: int, work: Callable[..., Any]) -> None:
-    """Runs one rank of one job. Each job's world has its own store."""
-    try:
-        torch.set_num_threads(1)
-        own = dist.FileStore(f"{folder}/{role}", size)
-        dist.init_process_group("gloo", store=own, rank=rank, world_size=size, timeout=timedelta(seconds=60))
-        shared = dist.FileStore(f"{folder}/shared", -1)
-        end.send((work(shared, role, rank), None))
-        dist.destroy_process_group()
-    except BaseException:
-        end.send((None, traceback.format_exc()))
-
-
-def _launch(folder: pathlib.Path, work: Callable[..., Any], jobs: dict[str, int]) -> dict[tuple[str, int], Any]:
-    """Runs a function on all ranks of all jobs. Returns the results by (role, rank)."""
-    running = {}
-    for role, size in jobs.items():
-        for rank in range(size):
-            parent_end, child_end = _context.Pipe()
-            process = _context.Process(
-                target=_process, args=(child_end, str(folder), role, rank, size, work), daemon=True
-            )
-            process.start()
-            child_end.close()
-            running[role, rank] = parent_end, process
-    values, errors = {}, []
-    for who, (parent_end, process) in running.items():
-        value, error = parent_end.recv() if parent_end.poll(90) else (None, "no answer")
-        values[who] = value
-        errors += [f"{who}: {error}"] if error is not None else []
-        process.join(10)
-        process.kill()
-    assert not errors, "\n".join(errors)
-    return values
 
 
 def _layouts(link: Any) -> tuple[sw.Layout, sw.Layout]:
@@ -116,7 +76,7 @@ def _move(shared: Any, role: str, rank: int) -> None:
 
 
 def test_tensors_move_between_jobs(tmp_path: pathlib.Path) -> None:
-    _launch(tmp_path, _move, JOBS)
+    jobs.launch(tmp_path, _move, JOBS)
 
 
 def _transfer(shared: Any, role: str, rank: int) -> None:
@@ -147,7 +107,7 @@ def _transfer(shared: Any, role: str, rank: int) -> None:
 
 
 def test_transfers_between_jobs(tmp_path: pathlib.Path) -> None:
-    _launch(tmp_path, _transfer, JOBS)
+    jobs.launch(tmp_path, _transfer, JOBS)
 
 
 def _connect_with_a_late_rank(shared: Any, role: str, rank: int) -> None:
@@ -165,7 +125,7 @@ def _connect_with_a_late_rank(shared: Any, role: str, rank: int) -> None:
 
 
 def test_connect_may_be_retried(tmp_path: pathlib.Path) -> None:
-    _launch(tmp_path, _connect_with_a_late_rank, JOBS)
+    jobs.launch(tmp_path, _connect_with_a_late_rank, JOBS)
 
 
 def _message_of(call: Callable[[], Any]) -> str:
@@ -194,7 +154,7 @@ def _differing_connects(shared: Any, role: str, rank: int) -> list[str]:
 
 
 def test_all_ranks_report_differences(tmp_path: pathlib.Path) -> None:
-    said = _launch(tmp_path, _differing_connects, JOBS)
+    said = jobs.launch(tmp_path, _differing_connects, JOBS)
     declared, world_size, role, late = zip(*said.values(), strict=True)
     assert len(set(declared)) == 1
     for text in (
@@ -247,7 +207,7 @@ def _differing_planning_inputs(shared: Any, role: str, rank: int) -> list[str]:
 
 
 def test_inputs_of_planning_are_compared(tmp_path: pathlib.Path) -> None:
-    said = list(_launch(tmp_path, _differing_planning_inputs, JOBS).values())
+    said = list(jobs.launch(tmp_path, _differing_planning_inputs, JOBS).values())
     assert all(messages == said[0] for messages in said)
     placed, long, environment, connecting, pins, version = said[0]
     assert "placed: " in placed and '"ps_per_kib": 3' in placed and '"ps_per_kib": 2' in placed, placed

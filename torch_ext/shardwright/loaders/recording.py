@@ -1,0 +1,253 @@
+"""Records what a loader of checkpoints writes: `record`.
+
+The loader gets weights without memory (meta tensors). Views of them are allowed, and copies of them to parameters are
+recorded instead of executed. A write is a box of a weight, and the elements of a parameter that get it:
+
+    qkv[4:8].copy_(k.narrow(0, 8, 4))    k: [8, 12) of dim 0, all of dim 1;  into qkv[4:8]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..layouts.errors import argument_error
+
+Weights = Mapping[str, tuple[Sequence[int], torch.dtype]]  # shape and dtype of each weight, by name
+Load = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
+Intervals = tuple[tuple[int, int], ...]  # [begin, end) of indices along a dim
+
+# Operators that make a copy, which is recorded as a view.
+_COPIES = (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
+
+
+class Write(NamedTuple):
+    """The part of a weight that a loader writes, and the elements that get it, as a tensor with the weight's dims."""
+
+    region: tuple[Intervals, ...]  # the intervals of each dim of the weight, in the order of the elements of `into`
+    into: torch.Tensor
+
+
+class _Memory(NamedTuple):
+    """The memory of a weight, or of a copy of a view of one."""
+
+    name: str
+    shape: tuple[int, ...]  # its elements are contiguous
+    dtype: torch.dtype
+    parent: tuple[_Memory, _Strided] | None  # of a copy: the view that was copied
+
+
+class _Strided(NamedTuple):
+    """Sizes, strides and offset of a view."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+
+def record(load: Load, weights: Weights) -> dict[str, Write]:
+    """Runs a loader, and returns what it writes of each weight, without changing anything.
+
+    Raises:
+        ValueError: the loader does more with a weight than to copy a box of it to a strided part of a parameter.
+    """
+    recorder = _Recorder()
+    with torch.no_grad(), recorder:
+        load((name, recorder.weight(name, tuple(shape), dtype)) for name, (shape, dtype) in weights.items())
+    return {name: _merged(name, writes) for name, writes in recorder.writes.items()}
+
+
+class _Recorder(TorchDispatchMode):
+    """Records the writes of weights, which are called by their names in errors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writes: dict[str, list[Write]] = {}
+        self._memories: dict[int, _Memory] = {}  # by storage
+        self._alive: list[torch.Tensor] = []  # keeps these storages, so that no other gets the same identity
+
+    def weight(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Returns a weight without memory."""
+        return self._made(_Memory(name, shape, dtype, None))
+
+    def _made(self, memory: _Memory) -> torch.Tensor:
+        made = torch.empty(memory.shape, dtype=memory.dtype, device="meta")
+        self._memories[_storage_of(made)] = memory
+        self._alive.append(made)
+        return made
+
+    def _memory_of(self, value: Any) -> _Memory | None:
+        return self._memories.get(_storage_of(value)) if isinstance(value, torch.Tensor) else None
+
+    def __torch_dispatch__(self, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+        found = next((memory for memory in map(self._memory_of, leaves) if memory is not None), None)
+        if found is None:
+            return func(*args, **kwargs)
+        if func is torch.ops.aten.copy_.default and self._memory_of(args[0]) is None:
+            self._record(args[0], args[1], found)
+            return args[0]
+        if func in _COPIES:
+            dtype = kwargs.get("dtype") or args[0].dtype
+            return self._made(_Memory(found.name, tuple(args[0].shape), dtype, (found, _strided(args[0]))))
+        if _is_view(func):
+            return func(*args, **kwargs)
+        raise ValueError(
+            f"load must only copy parts of weights to parameters, got {func} of {found.name}. Weights that a loader "
+            "computes with must be converted by the trainer"
+        )
+
+    def _record(self, into: torch.Tensor, value: torch.Tensor, memory: _Memory) -> None:
+        """Records a copy of `value`, a view of `memory`."""
+        if into.numel() == 0:
+            return
+        if memory.dtype not in (_root(memory).dtype, into.dtype):
+            raise ValueError(f"load must cast {memory.name} once, to the parameter's {into.dtype}, got {memory.dtype}")
+        view = _strided(value.expand(into.shape))
+        weight, view = _in_weight(memory, view)
+        begins, lengths, strides = _box(weight, view, into.stride())
+        part = into.detach().as_strided(lengths, strides, into.storage_offset())
+        region = tuple(((begin, begin + length),) for begin, length in zip(begins, lengths))
+        self.writes.setdefault(memory.name, []).append(Write(region, part))
+
+
+def _is_view(func: Any) -> bool:
+    """Returns True if the operator's result is a view of its input, which it does not change."""
+    if func is torch.ops.aten._unsafe_view.default:  # a view of the copy that `reshape` makes
+        return True
+    returned = func._schema.returns
+    return bool(returned) and all(r.alias_info is not None and not r.alias_info.is_write for r in returned)
+
+
+def _storage_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _strided(tensor: torch.Tensor) -> _Strided:
+    return _Strided(tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+
+
+def _root(memory: _Memory) -> _Memory:
+    """Returns the memory of the weight."""
+    while memory.parent is not None:
+        memory = memory.parent[0]
+    return memory
+
+
+def _in_weight(memory: _Memory, view: _Strided) -> tuple[_Memory, _Strided]:
+    """Returns the weight, and the view in its memory. A copy has the elements of the view that was copied."""
+    while memory.parent is not None:
+        parent, copied = memory.parent
+        steps, begins = _steps(memory, view), _coordinate(memory.shape, view.offset)
+        offset = copied.offset + sum(begin * stride for begin, stride in zip(begins, copied.strides))
+        strides = tuple(0 if dim < 0 else copied.strides[dim] * step for dim, step in steps)
+        memory, view = parent, _Strided(view.sizes, strides, offset)
+    return memory, view
+
+
+def _steps(memory: _Memory, view: _Strided) -> list[tuple[int, int]]:
+    """Returns the dim of the memory along which each dim of a view goes, and its step; (-1, 0) for one element."""
+    found = []
+    begins = _coordinate(memory.shape, view.offset)
+    for size, stride in zip(view.sizes, view.strides):
+        if size == 1:
+            found.append((-1, 0))
+            continue
+        dim = _dim_of(memory, stride)
+        step, left = divmod(stride, math.prod(memory.shape[dim + 1 :]))
+        if left or begins[dim] + (size - 1) * step >= memory.shape[dim]:
+            raise _unsupported(memory.name, "reshapes a copy of it")
+        found.append((dim, step))
+    return found
+
+
+def _dim_of(memory: _Memory, stride: int) -> int:
+    """Returns the outermost dim whose elements are at most `stride` apart."""
+    for dim, size in enumerate(memory.shape):
+        if size > 1 and 0 < math.prod(memory.shape[dim + 1 :]) <= stride:
+            return dim
+    raise _unsupported(memory.name, "repeats its elements")
+
+
+def _coordinate(shape: Sequence[int], offset: int) -> list[int]:
+    """Returns the index along each dim of the element at an offset."""
+    found = []
+    for dim in range(len(shape)):
+        index, offset = divmod(offset, max(math.prod(shape[dim + 1 :]), 1))
+        found.append(index)
+    return found
+
+
+def _box(weight: _Memory, view: _Strided, into: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
+    """Returns the box of a weight that a view has: begins and lengths by dim, and the strides of its destination.
+
+    Dims of the view that lie in one dim of the weight are joined, if they are in the destination too; dims that go over
+    several dims of the weight are split.
+    """
+    dims = sorted(((s, n, t) for n, s, t in zip(view.sizes, view.strides, into) if n > 1), reverse=True)
+    joined: list[tuple[int, int, int]] = []  # (stride in the weight, size, stride in the destination)
+    for stride, size, to in dims:
+        if joined and joined[-1][0] == size * stride and joined[-1][2] == size * to:
+            stride, size, to = stride, size * joined.pop()[1], to
+        joined.append((stride, size, to))
+    begins = _coordinate(weight.shape, view.offset)
+    lengths, strides = [1] * len(begins), [1] * len(begins)
+    for stride, size, to in joined:
+        while size > 1:
+            dim = _dim_of(weight, stride)
+            if stride != math.prod(weight.shape[dim + 1 :]) or lengths[dim] > 1:
+                raise _unsupported(weight.name, "writes elements that are not adjacent in it")
+            length = min(size, weight.shape[dim] - begins[dim])
+            if size % length or (length < size and begins[dim]):
+                raise _unsupported(weight.name, "writes a part of it that is no box")
+            lengths[dim], strides[dim] = length, to
+            stride, size, to = stride * length, size // length, to * length
+    return begins, lengths, strides
+
+
+def _merged(name: str, writes: Sequence[Write]) -> Write:
+    """Joins writes to adjacent elements, such as the parts of a fused weight, into one with several intervals."""
+    ordered = sorted(writes, key=lambda write: write.into.storage_offset())
+    first, *others = ordered
+    for other in others:
+        a, b = first.into, other.into
+        dims = [d for d, (x, y) in enumerate(zip(first.region, other.region)) if x != y]
+        if len(dims) != 1 or _storage_of(a) != _storage_of(b):
+            raise _unsupported(name, "writes it to several places")
+        (dim,) = dims
+        step = _stride(a, b, dim)
+        same = all(a.stride(d) == b.stride(d) for d in range(a.ndim) if d != dim or min(a.shape[d], b.shape[d]) > 1)
+        if not same or b.storage_offset() != a.storage_offset() + a.shape[dim] * step:
+            raise _unsupported(name, "writes it to several places")
+        sizes, strides = list(a.shape), list(a.stride())
+        sizes[dim], strides[dim] = a.shape[dim] + b.shape[dim], step
+        region = list(first.region)
+        region[dim] = _joined((*first.region[dim], *other.region[dim]))
+        first = Write(tuple(region), a.as_strided(sizes, strides, a.storage_offset()))
+    return first
+
+
+def _stride(a: torch.Tensor, b: torch.Tensor, dim: int) -> int:
+    """Returns the stride of a dim in which b follows a, or of another dim, in which their strides are equal."""
+    if a.shape[dim] > 1 or b.shape[dim] > 1:
+        return a.stride(dim) if a.shape[dim] > 1 else b.stride(dim)
+    return b.storage_offset() - a.storage_offset()
+
+
+def _joined(intervals: Intervals) -> Intervals:
+    """Joins adjacent intervals."""
+    found: list[tuple[int, int]] = []
+    for begin, end in intervals:
+        if found and found[-1][1] == begin:
+            begin = found.pop()[0]
+        found.append((begin, end))
+    return tuple(found)
+
+
+def _unsupported(name: str, what: str) -> ValueError:
+    return argument_error("load", f"a loader that writes one box of {name} on each rank", f"one that {what}")
