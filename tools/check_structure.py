@@ -110,6 +110,7 @@ MAX_CODE_LINES = {
     "fsdp": 5419,
     "graph": 299,
     "integrations": 323,
+    "integrations/vllm": 190,
     "layouts": 470,
     "loaders": 300,
     "many": 216,
@@ -353,6 +354,8 @@ def check_code_lines() -> Iterable[str]:
     counts: dict[str, int] = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         part = path.relative_to(PACKAGE).parts[0] if path.parent != PACKAGE else "."
+        own = path.parent.relative_to(PACKAGE).as_posix()
+        part = own if own in MAX_CODE_LINES else part
         counts[part] = counts.get(part, 0) + code_lines(path.read_text())
     for part, count in counts.items():
         if part not in MAX_CODE_LINES:

@@ -43,7 +43,7 @@ def launch(folder: pathlib.Path, work: Callable[..., Any], jobs: dict[str, int])
             running[role, rank] = parent_end, process
     values, errors = {}, []
     for who, (parent_end, process) in running.items():
-        value, error = parent_end.recv() if parent_end.poll(90) else (None, "no answer")
+        value, error = parent_end.recv() if parent_end.poll(240) else (None, "no answer")
         values[who] = value
         errors += [f"{who}: {error}"] if error is not None else []
         process.join(10)

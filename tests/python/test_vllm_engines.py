@@ -1,0 +1,146 @@
+"""Tests of the engines for vLLM's weight transfer, with vLLM's abstract classes or their double (vllm_double.py)."""
+
+from __future__ import annotations
+
+import io
+import json
+import pathlib
+import socket
+import sys
+import time
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import jobs
+import shardwright as sw
+import vllm_double
+
+sys.path.append(str(pathlib.Path(__file__).parents[2] / "examples"))
+
+import weight_sync_jobs
+
+RANKS = weight_sync_jobs.RANKS
+UPDATES = 4
+
+
+class _Client:
+    """Calls methods of all workers through a store, and waits for them. Payloads travel as JSON, as over HTTP."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store, self._calls = store, 0
+
+    def __getattr__(self, method: str) -> Any:
+        def call(*payload: Any) -> None:
+            number, self._calls = self._calls, self._calls + 1
+            self._store.set(f"call/{number}", json.dumps([method, payload]))
+            while self._store.add(f"done/{number}", 0) < RANKS:
+                time.sleep(0.01)
+
+        return call
+
+
+class _Model(weight_sync_jobs.Served):
+    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        return iter(self.weights.items())
+
+
+def _train(store: dist.Store, rank: int, port: int, only_changed: bool | int) -> None:
+    from vllm.distributed.weight_transfer.base import ModuleSource
+    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+    from shardwright.integrations.vllm.engines import TrainerInfo
+
+    torch.manual_seed(0)
+    model = weight_sync_jobs.Trained()
+    mesh = init_device_mesh("cpu", (RANKS,))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    info = TrainerInfo("127.0.0.1", port, 2 * RANKS, "bfloat16", only_changed, rank=rank)
+    engine = WeightTransferTrainerFactory.trainer_init(info, client=_Client(store), source=ModuleSource(model))
+    for update in range(UPDATES):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.to_local()[:1].mul_(1 + update)
+        full = weight_sync_jobs.whole(model)
+        if rank == 0:
+            file = io.BytesIO()
+            torch.save(full, file)
+            store.set(f"whole/{update}", file.getvalue())
+        with sw.debug.wire_meter() as meter:
+            engine.send_weights()
+        everything = sum(p.to_local().numel() for p in model.parameters()) * 2
+        if update and only_changed:
+            assert meter.sent_bytes < everything / 3  # nothing is gathered, and only first rows changed
+    engine.shutdown()
+
+
+def _serve(store: dist.Store, rank: int) -> None:
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    model, checked = _Model(rank), _Model(rank)
+    config = types.SimpleNamespace(backend="shardwright")
+    vllm_config = types.SimpleNamespace(parallel_config=None, model_config=None)
+    engine = WeightTransferEngineFactory.create_engine(config, vllm_config, torch.device("cpu"), model)
+    updates, number = 0, 0
+    while updates < UPDATES:
+        method, payload = json.loads(store.get(f"call/{number}"))
+        if method == "init_weight_transfer_engine":
+            if rank == 0:  # a layer whose parameters may be converted after loading is an error on all workers
+                _check_refusal(engine)
+            engine.init_transfer_engine(engine.parse_init_info(*payload))
+        else:
+            getattr(engine, method)(*payload)
+        if method == "finish_weight_update":
+            checked.load_weights(torch.load(io.BytesIO(store.get(f"whole/{updates}"))).items())
+            for name, weight in model.weights.items():
+                assert torch.equal(weight.view(torch.int16), checked.weights[name].view(torch.int16)), (updates, name)
+            updates += 1
+        store.add(f"done/{number}", 1)
+        number += 1
+    engine.shutdown()
+
+
+def _check_refusal(engine: Any) -> None:
+    class MarlinMethod:
+        pass
+
+    engine.model.quant_method = MarlinMethod()
+    with pytest.raises(
+        ValueError, match="the quant_method of .* must be one of .*UnquantizedLinearMethod, got MarlinM"
+    ):
+        engine._checked_load([])([])
+    del engine.model.quant_method
+
+
+def _run(shared: Any, role: str, rank: int, port: int, only_changed: bool | int) -> None:
+    vllm_double.install()
+    from shardwright.integrations import vllm
+
+    for _ in range(2):
+        vllm.register()  # again does nothing
+    if role == "trainer":
+        _train(shared, rank, port, only_changed)
+    else:
+        _serve(shared, rank)
+
+
+def _run_exactly(shared: Any, role: str, rank: int) -> None:
+    _run(shared, role, rank, int(shared.get("port")), json.loads(shared.get("only_changed")))
+
+
+@pytest.mark.parametrize("only_changed", [False, True])
+def test_workers_get_what_their_loader_writes(tmp_path: pathlib.Path, only_changed: bool) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        store = dist.FileStore(f"{tmp_path}/shared", -1)
+        store.set("port", str(free.getsockname()[1]))
+        store.set("only_changed", json.dumps(only_changed))
+    jobs.launch(tmp_path, _run_exactly, {"trainer": RANKS, "server": RANKS})
