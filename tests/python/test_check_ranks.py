@@ -202,6 +202,6 @@ def test_invalid_timeout() -> None:
 
 
 def test_environment_variable_must_be_0_or_1() -> None:
-    assert [checking._is_asked_for(said) for said in ("", "0", "1")] == [False, False, True]
+    assert [checking._is_enabled(said) for said in ("", "0", "1")] == [False, False, True]
     with pytest.raises(ValueError, match="SHARDWRIGHT_CHECK_RANKS must be 0 or 1 in the environment, got 'no'"):
-        checking._is_asked_for("no")
+        checking._is_enabled("no")
