@@ -16,6 +16,7 @@ NAMES = ("a", "b", "c")
 device = "cpu"
 
 IS_2_11 = torch.__version__.startswith("2.11.")
+IS_BEFORE_2_14 = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14)
 
 _cache: dict[tuple[object, ...], DeviceMesh] = {}
 _timeout = datetime.timedelta(minutes=30)

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwright as sw
 from fsdp_models import Mlp, batch, flat_fully_shard, full, loss_of, part, shard
-from meshes import get_mesh
+from meshes import IS_BEFORE_2_14, get_mesh
 from pool import Pool
 from test_fully_shard_streams import poisoned
 
@@ -62,9 +62,11 @@ def _inside(in_place: bool) -> None:
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     model = Mlp()
+    # Before torch 2.14, `compile()` of an nn.Sequential makes no graph, and raises an error if one is demanded.
+    is_eager = in_place and IS_BEFORE_2_14
     for i, layer in enumerate(model.layers):
         if in_place:
-            layer.compile(backend=counter, fullgraph=True)
+            layer.compile(backend=counter, fullgraph=not is_eager)
         else:
             model.layers[i] = torch.compile(layer, backend=counter, fullgraph=True)
     shard(model, flat_fully_shard, mesh)
@@ -72,7 +74,7 @@ def _inside(in_place: bool) -> None:
     _assert_close(train(model, model, 4), expected)
     assert sw.stats()["unplanned_steps"] == sw.stats()["graph_breaks"] == 0, "units are around compiled code"
     # At most one graph for each layer with gradients and one without: weights are the same tensors in every step.
-    assert 0 < counter.frame_count <= 2 * len(model.layers)
+    assert counter.frame_count == 0 if is_eager else 0 < counter.frame_count <= 2 * len(model.layers)
 
 
 class Block(nn.Module):

@@ -85,8 +85,7 @@ class Recording:
         Its hooks became active within this block in the forward, so they got the weights. A recomputation must save
         the same number of tensors to them.
         """
-        states = self._module.__dict__.get(STATE_KEY)
-        state = None if states is None else states.get(_CHECKPOINT)
+        state = self._module.__dict__.get(STATE_KEY, {}).get(_CHECKPOINT)
         return state is not None and not state.enable_hook
 
     def __exit__(self, *_: object) -> None:
@@ -132,13 +131,13 @@ def _weight_of(tensor: torch.Tensor) -> Weight | None:
     return weight if is_its else None
 
 
+@torch._disable_dynamo  # it would compile a hook by itself under the `compile()` of a module that it does not compile
 def pack(tensor: torch.Tensor) -> Any:
     """Packs a tensor that autograd saves. Other hooks of this library call it for tensors that they do not handle."""
     weight = _weight_of(tensor)
     unit = None if weight is None or weight.unit is None else weight.unit()
     if weight is not None and unit is not None:
-        forward = unit.forwards[-1] if unit.forwards else 0
-        return _Read(_without_graph(tensor), weight, unit, forward, weight.version)
+        return _Read(_without_graph(tensor), weight, unit, unit.forwards[-1] if unit.forwards else 0, weight.version)
     # PyTorch does not check versions of tensors that a hook packs. A detached DTensor has a version counter of its own.
     owner = weakref.ref(tensor) if isinstance(tensor, DTensor) else None
     return _Activation(_without_graph(tensor), tensor._version, owner)
@@ -174,6 +173,7 @@ def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
 def _within(outer_pack: _Pack, outer_unpack: _Unpack) -> tuple[_Pack, _Unpack]:
     """Returns hooks that handle weights, and pass other tensors to the hooks that are active around the forward."""
 
+    @torch._disable_dynamo
     def pack_within(tensor: torch.Tensor) -> Any:
         return outer_pack(tensor) if _weight_of(tensor) is None else pack(tensor)
 
