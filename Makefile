@@ -78,7 +78,7 @@ help:
 	@echo 'make torch-tests SRC=folder  PyTorch'"'"'s own tests of DTensor, stock against shardwright (FILES=..., K=..., ARGS=...)'
 	@echo 'make lint       clang-format, ruff, mypy, structure, wording; make format fixes formatting'
 	@echo 'make docs       the documentation site, in build/site; fails at broken links. Needs neither torch nor a build'
-	@echo 'make wheels     one wheel for several torches, in dist/ (TORCHES="2.11.0 2.15.0")'
+	@echo 'make wheels     one wheel for several torches, in dist/ (all of them, or TORCHES="2.11.0 2.15.0")'
 	@echo 'make sdist      the source archive, in dist/'
 	@echo 'make stubs      write the .pyi files of the compiled modules from their bindings'
 	@echo 'make sanitize   the C++ tests under address and undefined-behavior sanitizers'
@@ -321,12 +321,22 @@ wheel: build
 	$(HERE) SHARDWRIGHT_BUILD_DIR=$(BUILD_DIR) $(PY) -m pip wheel --disable-pip-version-check -q --no-index \
 	  --no-build-isolation --no-deps --wheel-dir $(WHEEL_DIR) .
 
-# One wheel for several torches, in dist/. TORCHES="2.11.0 2.15.0" chooses them.
-TORCHES ?= 2.11.0 2.15.0
-wheels:
+# One wheel for several torches, in dist/. Its name has the oldest glibc it works with. TORCHES="2.11.0 2.15.0" chooses.
+WHEELS_VENV  := .venv-wheels
+WHEELS_STAMP := $(WHEELS_VENV)/.stamp
+TORCHES ?= 2.11.0 2.12.0 2.13.0 2.14.0 2.15.0
+wheels: $(WHEELS_STAMP)
 	@rm -rf build/wheels
 	for torch in $(TORCHES); do $(MAKE) wheel TORCH=$$torch || exit 1; done
-	.venv-$(lastword $(TORCHES))/bin/python tools/merge_wheels dist build/wheels/*/*.whl
+	$(WHEELS_VENV)/bin/python tools/merge_wheels build/wheels/merged build/wheels/venv-*/*.whl
+	PATH="$(abspath $(WHEELS_VENV))/bin:$$PATH" auditwheel repair --wheel-dir dist \
+	  --exclude 'libc10*' --exclude 'libtorch*' --exclude 'libcu*' build/wheels/merged/*.whl
+	@ls -lh dist/*.whl
+
+$(WHEELS_STAMP): requirements/wheels.txt
+	$(call make-venv,$(WHEELS_VENV))
+	$(WHEELS_VENV)/bin/python -m pip install --disable-pip-version-check --progress-bar off -q -r requirements/wheels.txt
+	@touch $@
 
 # Everything that `make test` needs. Without torch, an isolated build of it makes `_planner` only.
 sdist: venv
