@@ -21,6 +21,7 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -28,6 +29,8 @@ from .._native import _planner
 
 DESCRIPTION = "shardwright"  # of all groups made here
 _POLL_SECONDS = 0.002  # interval between two reads of the store
+
+_COUNTS_GROUPS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14)  # see `leave_ours_out_of_names`
 
 announced: set[tuple[str, ...]] = set()  # names of meshes that other ranks can look up
 
@@ -67,6 +70,23 @@ def of_first(grid: _planner.Mesh, dims: Sequence[int], names: Sequence[str], tim
             keys = [_key(shared, grid, rank, d, index) for d, index in zip(dims, indices, strict=True)]
             found = [shared if d == dim else _read(key, rank, timeout) for d, key in zip(dims, keys, strict=True)]
     return found
+
+
+def leave_ours_out_of_names() -> None:
+    """Makes the names of PyTorch's groups independent of the groups made here, on torch before 2.14.
+
+    There the names of `new_group(use_local_synchronization=True)` and `split_group` contain the number of groups that
+    the rank holds. Only members hold the groups made here, so ranks of a later group could have different numbers, and
+    would wait for each other under different names, forever.
+    """
+    if _COUNTS_GROUPS:
+        distributed_c10d._hash_ranks_to_str = _hash_without_ours
+
+
+def _hash_without_ours(ranks: Sequence[int]) -> str:
+    """PyTorch's function, which counts the groups, without those made here."""
+    count = sum(group.group_desc != DESCRIPTION for group in list(distributed_c10d._world.pg_names))
+    return _digest("_".join(map(str, [*ranks, count])))
 
 
 def _key(name: str, grid: _planner.Mesh, rank: int, dim: int, index: int) -> str:

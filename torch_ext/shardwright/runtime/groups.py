@@ -367,6 +367,7 @@ def _make(ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
     # Two threads that make groups in different orders on two ranks would wait forever with one client.
     store = client_of(distributed_c10d._get_default_store())
     timeout = default_timeout()
+    group_names.leave_ours_out_of_names()
     group = make_over_store(name, store, ranks.index(dist.get_rank()), len(ranks), timeout, ranks)
     distributed_c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
     return group
