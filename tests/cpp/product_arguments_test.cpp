@@ -288,7 +288,7 @@ TEST(ProductArguments, ErrorsNameTheArgument) {
       {gather, [](A& a) { a.dim = 2; }, "gather_dim must be in [-2, 1], got 2"},
       {gather, [](A& a) { a.size.reset(); },
        "size must be the length of dim 0 of x over all 2 ranks for plain tensors, got None"},
-      {gather, [](A& a) { a.size = -1; }, "on rank 1 of 2, got -1"},
+      {gather, [](A& a) { a.size = -1; }, "to rank 1 of 2, got -1"},
       {gather, [](A& a) { a.size = 9; },
        "size must be a total of which torch.chunk gives 3 to rank 1 of 2, got 9, which gives 4"},
       {gather, [](A& a) { a.columns.clear(); }, "columns must be the number of columns over all 2 ranks"},
