@@ -85,7 +85,7 @@ def transfer(
         ignore: patterns of names in `to` that keep their values if no tensor of the source has this name; and of values
             in `to` that are no tensors.
         progress: a function of (done_bytes, total_bytes, name) that is called on this rank as tensors complete; True
-            shows a bar on rank 0 (with tqdm, if it is installed).
+            shows a bar on rank 0 if stderr is a terminal (with tqdm, if it is installed).
         group: the process group whose ranks take part; default, the default group. Meshes have global ranks, or ranks
             of the group if `connect` made it; DTensors are not supported in such groups.
         device: the device of all tensors, for ranks that pass none; default, the only one for which the group has a
