@@ -15,6 +15,7 @@ such as those of torch's composable `checkpoint`, get weights too.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import weakref
 from collections.abc import Callable
@@ -173,15 +174,18 @@ def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
 def _within(outer_pack: _Pack, outer_unpack: _Unpack) -> tuple[_Pack, _Unpack]:
     """Returns hooks that handle weights, and pass other tensors to the hooks that are active around the forward."""
 
-    @torch._disable_dynamo
-    def pack_within(tensor: torch.Tensor) -> Any:
-        return outer_pack(tensor) if _weight_of(tensor) is None else pack(tensor)
-
     def unpack_within(saved: Any) -> torch.Tensor:
         return unpack(saved) if type(saved) is _Read else outer_unpack(saved)
 
+    # A function decorated here would be in a reference cycle with the graph of the outer hooks.
+    pack_within = functools.partial(_pack_within, outer_pack)
     pack_within._packs_weights = True  # type: ignore[attr-defined]
     return pack_within, unpack_within
+
+
+@torch._disable_dynamo
+def _pack_within(outer_pack: _Pack, tensor: torch.Tensor) -> Any:
+    return outer_pack(tensor) if _weight_of(tensor) is None else pack(tensor)
 
 
 pack._packs_weights = True  # type: ignore[attr-defined]
