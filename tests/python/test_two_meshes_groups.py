@@ -140,7 +140,7 @@ def test_none_as_local_needs_unique_device(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
     monkeypatch.setattr(executables, "communicates_on", lambda device_type, group: device_type in where)
     monkeypatch.setattr(dist, "get_rank", lambda group=None: 3)
-    with pytest.raises(ValueError, match=r"local must be .*, got None on rank 3.* on cpu and on cuda"):
+    with pytest.raises(ValueError, match=r"local must be .*, got None on rank 3.* for both cpu and cuda"):
         plain_tensors.device_of(None, None)
     where.discard("cuda")
     assert plain_tensors.device_of(None, None) == torch.device("cpu")

@@ -9,14 +9,16 @@ all dims in which the members differ. The others find these groups in the store,
 
 Two meshes may share their groups along one dim: one that joins the weights' dim of one mesh and the tensor-parallel dim
 of another. Rank (0, 0) then shares one group with rank (0, 1) for both meshes, and has a group along the other dim for
-each. Both ranks list their groups along the other dim in the order in which PyTorch made them, which is the same on all
-ranks of a mesh; an index into this list says which one is meant.
+each. Each rank lists its groups along the other dim in the order in which it first used the meshes. The ranks of a
+group use it in one order, so they use the meshes that share it in one order, and equal places in their lists mean the
+same mesh.
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
+import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -32,17 +34,30 @@ _POLL_SECONDS = 0.002  # interval between two reads of the store
 
 _COUNTS_GROUPS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14)  # see `leave_ours_out_of_names`
 
-announced: set[tuple[str, ...]] = set()  # names of meshes that other ranks can look up
+_announced: set[tuple[str, ...]] = set()  # names of meshes that other ranks can look up
+_lists: dict[str, list[str]] = {}  # by store key: groups of this rank, in the order of their first use
+_announcing = threading.Lock()
+
+
+def forget() -> None:
+    """Forgets all announcements, which belong to a default group that is gone."""
+    _announced.clear()
+    _lists.clear()
 
 
 def announce(names: tuple[str, ...], grid: _planner.Mesh) -> None:
     """Writes the names of this rank's groups along the dims of a mesh into the store, for `of_first` on other ranks."""
-    if names in announced:
+    if names in _announced:
         return
-    announced.add(names)
     rank, store = dist.get_rank(), distributed_c10d._get_default_store()
-    for dim, other in itertools.permutations([d for d in range(grid.ndim) if grid.shape[d] > 1], 2):
-        store.set(_key(names[dim], grid, rank, other, _index(names[other])), names[other])
+    with _announcing:
+        _announced.add(names)
+        for dim, other in itertools.permutations([d for d in range(grid.ndim) if grid.shape[d] > 1], 2):
+            key = _key(names[dim], grid, rank, other)
+            listed = _lists.setdefault(key, [])
+            if names[other] not in listed:
+                listed.append(names[other])
+                store.set(key, "\n".join(listed))
 
 
 def new_name(names: Sequence[str], ranks: Sequence[int], times: int) -> str:
@@ -59,16 +74,20 @@ def new_name(names: Sequence[str], ranks: Sequence[int], times: int) -> str:
 
 def of_first(grid: _planner.Mesh, dims: Sequence[int], names: Sequence[str], timeout: timedelta) -> list[str]:
     """Returns the names of the groups along `dims` of the rank with coordinate 0 in them. `names` are this rank's."""
-    rank, indices = dist.get_rank(), [_index(name) for name in names]
+    rank = dist.get_rank()
     found = list(names)
     for i, dim in enumerate(dims):
         own = grid.coordinate(rank)
         assert own is not None
         first = next(member for member in grid.group_ranks(rank, [dim]) if (grid.coordinate(member) or own)[dim] == 0)
-        if first != rank:
-            rank, shared = first, found[i]
-            keys = [_key(shared, grid, rank, d, index) for d, index in zip(dims, indices, strict=True)]
-            found = [shared if d == dim else _read(key, rank, timeout) for d, key in zip(dims, keys, strict=True)]
+        if first == rank:
+            continue
+        shared = found[i]
+        for at, other in enumerate(dims):
+            if other != dim:
+                place = _read(_key(shared, grid, rank, other), rank, 1, timeout).index(found[at])
+                found[at] = _read(_key(shared, grid, first, other), first, place + 1, timeout)[place]
+        rank = first
     return found
 
 
@@ -89,38 +108,26 @@ def _hash_without_ours(ranks: Sequence[int]) -> str:
     return _digest("_".join(map(str, [*ranks, count])))
 
 
-def _key(name: str, grid: _planner.Mesh, rank: int, dim: int, index: int) -> str:
-    """Returns the store key for the group along `dim` of a rank whose group along another dim is `name`."""
-    return f"shardwright/groups/{name}/{rank}/{_digest(str(grid.group_ranks(rank, [dim])))}/{index}"
-
-
-def _index(name: str) -> int:
-    """Returns how many groups of the same ranks PyTorch made before this one. 0 for groups made here.
-
-    Groups made here are not counted: their members alone make them, so other ranks of a mesh may have fewer.
-    """
-    group = distributed_c10d._resolve_process_group(name)
-    if group.group_desc == DESCRIPTION:
-        return 0
-    known = [g for g in distributed_c10d._world.pg_group_ranks if isinstance(g, dist.ProcessGroup)]
-    ranks = dist.get_process_group_ranks(group)
-    equals = [g for g in known if g.group_desc != DESCRIPTION and dist.get_process_group_ranks(g) == ranks]
-    return equals.index(group)
+def _key(name: str, grid: _planner.Mesh, rank: int, dim: int) -> str:
+    """Returns the store key of a rank's groups along `dim` in all meshes in which `name` is its group along another."""
+    return f"shardwright/groups/{name}/{rank}/{_digest(str(grid.group_ranks(rank, [dim])))}"
 
 
 def _digest(text: str) -> str:
     return hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
 
 
-def _read(key: str, rank: int, timeout: timedelta) -> str:
-    """Returns the value that a rank wrote. Polls, because a store client that waits blocks other threads."""
+def _read(key: str, rank: int, count: int, timeout: timedelta) -> list[str]:
+    """Returns a rank's list once it has `count` names. Polls, because a client that waits blocks other threads."""
     store = distributed_c10d._get_default_store()
     end = time.monotonic() + timeout.total_seconds()
-    while not store.check([key]):
+    while True:
+        listed = bytes(store.get(key)).decode().split("\n") if store.check([key]) else []
+        if len(listed) >= count:
+            return listed
         if time.monotonic() > end:
             raise RuntimeError(
                 f"group: rank {dist.get_rank()} waited {timeout.total_seconds():g} s for rank {rank} to redistribute "
                 "on the same mesh. All ranks along several mesh dims must call a redistribute over these dims"
             )
         time.sleep(_POLL_SECONDS)
-    return bytes(store.get(key)).decode()

@@ -108,8 +108,9 @@ def note_world() -> None:
     with _noting:
         if (world := dist.group.WORLD) is noted_world.alive():
             return
-        for table in (_made, _times_made, _locks, group_names.announced):
+        for table in (_made, _times_made, _locks):
             table.clear()
+        group_names.forget()
         _call(when_gone)
         noted_world = weakly(world)
         if world is not None:  # ranks release it at different times; values cached for the next one stay
