@@ -188,7 +188,7 @@ def test_all_problems_are_reported_together() -> None:
     ("rule", "said"),
     [
         (lambda: sw.rules.fuse("qkv", "q"), "parts must be a list of names, such as ['q', 'k', 'v'], got 'q'"),
-        (lambda: sw.rules.fuse("l.*.qkv", ["q"]), "wildcards as in 'l.*.qkv' (stack, unstack: no {}), got 'q'"),
+        (lambda: sw.rules.fuse("l.*.qkv", ["q"]), "wildcards of 'l.*.qkv' (stack, unstack: no {}), got 'q'"),
         (lambda: sw.rules.fuse("qkv", ["q"], groups=0), "groups must be at least 1, got 0"),
         (lambda: sw.rules.split("qkv", ["q", "k"], sizes=[1]), "sizes must be a list of 2 integers"),
         (lambda: sw.rules.stack("experts.w1"), "names must be a pattern with one {}, "),
