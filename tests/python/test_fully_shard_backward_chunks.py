@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import meshes
 import shardwright as sw
 from allocations import allocated_peak
-from fsdp_models import flat_fully_shard, full, received_bytes
+from fsdp_models import flat_fully_shard, full, received_bytes, without_packing
 from meshes import get_mesh
 from pool import Pool
 from shardwright.fsdp import api, runner
@@ -113,6 +113,7 @@ def gathered_in_chunks(schedule: Any) -> list[tuple[str, int]]:
     return [(kind, original_of[w]) for weights, kind, *_ in schedule.uses for w in weights if original_of[w] >= 0]
 
 
+@without_packing()
 def _trains(mesh_shape: tuple[int, ...], recomputes: bool) -> None:
     mesh, width = get_mesh(mesh_shape), 512
     with timed():
@@ -158,6 +159,7 @@ def test_trains_as_the_unsharded_model(pool: Pool, mesh_shape: tuple[int, ...], 
     pool.run(_trains, torch.Size(mesh_shape).numel(), mesh_shape, recomputes)
 
 
+@without_packing()
 def _traced() -> tuple[list[Any], list[Any]]:
     """Returns the events of the first and the last product of a backward: lane, chunk, begin and end."""
     width = 512
@@ -205,6 +207,7 @@ def test_chunks_are_sent_during_products(pool: Pool, world: int) -> None:
             assert moved[chunk][0] <= begin and moved[chunk][1] >= end, f"{chunk} does not go during {chunk + 1}"
 
 
+@without_packing()
 def _takes_less_memory() -> None:
     """Runs a step in less memory than a weight and its gradient take."""
     mesh, width = get_mesh((2,)), 512
@@ -314,6 +317,7 @@ def _other_steps(recomputes: bool) -> None:
     assert_same_gradients(losses)
 
 
+@without_packing()
 def _other_steps_timed(recomputes: bool) -> None:
     with timed():
         _other_steps(recomputes)
@@ -335,6 +339,7 @@ class Recomputing(Layer):
         return torch.tanh(checkpoint(self.linear, x, use_reentrant=False)[:, :-1])  # type: ignore[index]
 
 
+@without_packing()
 def _recomputes_within() -> None:
     """The recomputation multiplies as the forward did, and the backward gathers the weight only once."""
     width = 512

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import meshes
 import shardwright as sw
-from fsdp_models import flat_fully_shard, full, received_bytes
+from fsdp_models import flat_fully_shard, full, received_bytes, without_packing
 from meshes import get_mesh
 from pool import Pool
 from shardwright.fsdp import api, runner
@@ -96,6 +96,7 @@ class timed:
         api.Runner = self.runner  # type: ignore[misc]
 
 
+@without_packing()
 def _trains(recomputes: str) -> None:
     with timed():
         model, unsharded = make(recomputes), Language().to(meshes.device)
@@ -130,6 +131,7 @@ def test_trains_as_the_unsharded_model(pool: Pool, world: int, recomputes: str) 
     pool.run(_trains, world, recomputes)
 
 
+@without_packing()
 def _accumulates() -> None:
     """Accumulates gradients over several backwards, with steps of other kinds in between."""
     with timed():
@@ -181,6 +183,7 @@ def test_accumulates_in_steps_of_different_kinds(pool: Pool) -> None:
     pool.run(_accumulates, 2)
 
 
+@without_packing()
 def _traced() -> tuple[list[tuple[str, int, float, float]], list[str]]:
     """Returns events of the projection's gradient, the first product of a backward with transfers, and all runs."""
     with timed():
@@ -212,6 +215,7 @@ def test_chunks_are_sent_during_the_product(pool: Pool, world: int) -> None:
         assert sent[-1][1] > multiplied[-1][1], "the last one is reduced afterwards"
 
 
+@without_packing()
 def _calls_differ() -> None:
     with timed():
         model = make()
