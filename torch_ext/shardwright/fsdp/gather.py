@@ -84,12 +84,7 @@ class WeightGather:
         return list(zip(self._layouts_of(self.shards), self._layouts_of(use), strict=True))
 
     def start(
-        self,
-        pairs: Sequence[Pair],
-        part: torch.Tensor,
-        full: torch.Tensor,
-        buffers: Sequence[torch.Tensor],
-        move: Move,
+        self, pairs: Sequence[Pair], part: torch.Tensor, full: torch.Tensor, buffers: Sequence[torch.Tensor], move: Move
     ) -> None:
         """Starts to gather from this rank's shard.
 

@@ -31,7 +31,7 @@ Pair: TypeAlias = tuple[_planner.Layout, _planner.Layout]  # source and target o
 
 ALIGNMENT = 256  # bytes, of each buffer in the arena
 
-# Speed of copies to and from a message, by device type. On GPUs about a third of the memory bandwidth.
+# Assumed speed of copies to and from a message, by device type. On GPUs it is about a third of the memory bandwidth.
 COPIED_BYTES_PER_US = {"cpu": 4e3, "cuda": 1e6}
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SHARDED = re.compile(r"(?:S|SS|Ragged)\((\d+)")  # placements whose parts are intervals
@@ -55,6 +55,12 @@ class _Kind(NamedTuple):
     @property
     def gathers(self) -> bool:
         return self.cut is not None and self.dims[self.cut] == "gather"
+
+    def place(self, rank: int) -> int:
+        """Returns a rank's coordinate along the cut."""
+        coordinates = self.mesh.coordinate(rank)
+        assert coordinates is not None
+        return 0 if self.cut is None else coordinates[self.cut]
 
 
 def _kind_of(src: _planner.Layout, dst: _planner.Layout) -> _Kind | None:
@@ -106,23 +112,22 @@ def _item_of(index: int, kind: _Kind, src: _planner.Layout, dst: _planner.Layout
     count = 1 if kind.cut is None else kind.mesh.shape[kind.cut]
     numels: list[set[int]] = [set() for _ in range(count)]
     bounds = [(0, 0)] * count
-    own = kind.mesh.coordinate(dist.get_rank())
+    own = dist.get_rank()
+    beside = [own] if kind.cut is None else kind.mesh.group_ranks(own, [kind.cut])  # ranks with the parts of its whole
     shape: list[int] = []
     for rank in kind.mesh.ranks:
-        at = kind.mesh.coordinate(rank)
-        assert at is not None and own is not None
         lengths, numel = [], 1
         for d, (inner, outer) in enumerate(zip(cut.region(rank), whole.region(rank), strict=True)):
             length = sum(end - begin for begin, end in outer)
             interval = _within(inner, outer)
             if interval is None or (d != dim and interval != (0, length)):
                 return None
-            if d == dim and all(a == b or other == kind.cut for other, (a, b) in enumerate(zip(at, own))):
-                bounds[0 if kind.cut is None else at[kind.cut]] = interval
+            if d == dim and rank in beside:
+                bounds[kind.place(rank)] = interval
             numel *= interval[1] - interval[0]
             lengths.append(length)
-        numels[0 if kind.cut is None else at[kind.cut]].add(numel)
-        shape = lengths if rank == dist.get_rank() else shape
+        numels[kind.place(rank)].add(numel)
+        shape = lengths if rank == own else shape
     if any(len(each) > 1 for each in numels):
         return None
     return _Item(index, getattr(torch, src.dtype), dim, [each.pop() for each in numels], bounds, shape)
@@ -168,9 +173,7 @@ class Message:
         shape = [*(kind.mesh.shape[dim] for dim in own), sum(totals)]
         self.src, self.dst = (Layout(kind.mesh, shape, placements, dtype) for placements in (src, dst))
         self._dtype, self._local_shape = dtype, (*[1] * len(own), -1)
-        at = kind.mesh.coordinate(dist.get_rank())
-        assert at is not None
-        self._total = self._totals[0 if kind.cut is None else at[kind.cut]]  # of this rank's part
+        self._total = self._totals[kind.place(dist.get_rank())]  # of this rank's part
 
     @property
     def received_bytes(self) -> int:
@@ -266,6 +269,11 @@ def _small(kind: _Kind, items: list[_Item], device_type: str, copied_bytes_per_u
     return [item for item in items if sum(item.numels) * item.dtype.itemsize <= most]
 
 
+def _alone(messages: Sequence[Message], count: int) -> list[int]:
+    """Returns the indices of those of `count` moves that share none of the messages."""
+    return sorted({*range(count)} - {item.move for message in messages for item in message.items})
+
+
 class _Call(NamedTuple):
     """A move that waits for `Together.start`."""
 
@@ -315,17 +323,15 @@ class Together:
     def start(self, memory: torch.Tensor | None = None) -> None:
         """Starts all moves. Messages are received in `memory` (bytes) as far as it suffices, then in new memory."""
         for calls in self._calls.values():
-            shared = set[int]()
-            for message in messages_of(calls[0].moves.device_type, [(call.src, call.dst) for call in calls]):
+            messages = messages_of(calls[0].moves.device_type, [(call.src, call.dst) for call in calls])
+            for message in messages:
                 own = [calls[item.move] for item in message.items]
                 buffer, memory = _taken(memory, message.received_bytes, own[0].out.device)
                 work = message.start(own[0].moves, [c.tensor for c in own], [c.out for c in own], buffer)
                 for call in own:
                     call.promise.work = work
-                shared.update(item.move for item in message.items)
-            for index, call in enumerate(calls):
-                if index not in shared:
-                    call.promise.work = call.moves(call.src, call.dst, call.tensor, call.out)
+            for call in (calls[index] for index in _alone(messages, len(calls))):
+                call.promise.work = call.moves(call.src, call.dst, call.tensor, call.out)
 
 
 def _taken(memory: torch.Tensor | None, size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -352,9 +358,8 @@ def cost_of(pairs: Sequence[tuple[Moves, Pair]]) -> Cost:
     for group in on_mesh.values():
         moves = group[0][0]
         messages = messages_of(moves.device_type, [pair for _, pair in group])
-        shared = {item.move for message in messages for item in message.items}
         ps += sum(moves.predicted_ps(message.src, message.dst) for message in messages)
-        ps += sum(moves.predicted_ps(*pair) for index, (_, pair) in enumerate(group) if index not in shared)
+        ps += sum(moves.predicted_ps(*group[index][1]) for index in _alone(messages, len(group)))
         received += sum(aligned(message.received_bytes) for message in messages)
         sent += sum(aligned(message.sent_bytes) for message in messages)
     return Cost(ps, received, sent)

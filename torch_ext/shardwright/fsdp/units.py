@@ -427,8 +427,10 @@ def reduce_cost(weights: Sequence[Weight]) -> packing.Cost:
 
 def use_bytes(weights: Sequence[Weight]) -> int:
     """Returns the bytes that a gather of weights of a unit takes in the arena."""
-    from_kept = packing.cost_of([each for weight in weights for each in weight.gathers_from_kept])
-    packed = max(gather_cost(weights).received_bytes, from_kept.received_bytes)
+    packed = gather_cost(weights).received_bytes
+    if any(weight.kept is not None for weight in weights):
+        from_kept = packing.cost_of([each for weight in weights for each in weight.gathers_from_kept])
+        packed = max(packed, from_kept.received_bytes)
     return sum(weight.gathered_bytes for weight in weights) + packed
 
 
