@@ -54,6 +54,13 @@ def test_muon(launcher: str) -> None:
     assert all(float(row.split()[-1]) < 1e-5 for row in rows), rows
 
 
+def test_weight_sync_jobs() -> None:
+    """The server compares all bits after each sync. The first sync sends everything, and the others what changed."""
+    lines = _output("weight_sync_jobs.py").splitlines()
+    assert sum(line.endswith("parameters of the server are right") for line in lines) == 4
+    assert sum(line.endswith("bytes (only what changed)") for line in lines) == 3
+
+
 def test_wrong_number_of_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(EXAMPLES)
     monkeypatch.setenv("RANK", "0")
