@@ -207,8 +207,12 @@ void define_forms(PlanClass& plan) {
            "Returns JSON as described in docs/plan.schema.json; `plan_from_json` reads it.")
       .def("to_svg", without_gil([](const CertifiedPlan& plan) { return to_svg(plan.plan()); }),
            "Returns an SVG picture of the ranks' parts and messages: a row per rank (up to 16 ranks) or per mesh dim.")
-      .def("to_html", without_gil([](const CertifiedPlan& plan) { return to_html(plan.plan()); }),
-           "Returns an HTML page with the picture and the plan's text.")
+      .def(
+          "to_html",
+          [](const py::object& plan) {
+            return py::str(py::module_::import("shardwright.pages").attr("plan_page")(plan));
+          },
+          "Returns an HTML page: times, timeline, costs, links, certificate and picture. It is one file without code.")
       .def("_repr_html_", [](const PlanView& p) { return to_svg(p.plan()); })  // in notebooks
       .def("__str__", [](const PlanView& p) { return p.certified->text(); })
       .def("__repr__", [](const PlanView& p) { return concat("Plan(", p.certified->text(), ")"); });

@@ -41,14 +41,4 @@ std::string to_svg(const Plan& plan) {
   return has_two_meshes ? picture_by_block(plan) : picture_by_mesh_dim(plan);
 }
 
-std::string to_html(const Plan& plan) {
-  const std::string title = ends_of(plan);
-  return concat(
-      "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\"/>\n<title>", escaped(title),
-      "</title>\n<style>\n",
-      "body { margin: 2em; color: #222222; background: #ffffff; font-family: Helvetica, Arial, sans-serif; }\n",
-      "svg { max-width: 100%; height: auto; }\n", "pre { padding: 1em; background: #f4f4f4; overflow-x: auto; }\n",
-      "</style>\n</head>\n<body>\n", to_svg(plan), "<pre>", escaped(to_string(plan)), "</pre>\n</body>\n</html>\n");
-}
-
 }  // namespace shardwright

@@ -22,7 +22,4 @@ constexpr int64_t kMaxRanksDrawn = 16;
 // Returns a standalone SVG document. On hover, parts and arrows show their ranks, indices and number of bytes.
 std::string to_svg(const Plan& plan);
 
-// Returns an HTML page that is also well-formed XML: the picture, and the plan as text.
-std::string to_html(const Plan& plan);
-
 }  // namespace shardwright

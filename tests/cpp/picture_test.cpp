@@ -265,7 +265,6 @@ std::vector<Plan> many_plans() {
 TEST(Picture, IsWellFormed) {
   for (const Plan& plan : many_plans()) {
     EXPECT_NO_THROW(Document(to_svg(plan))) << to_string(plan);
-    EXPECT_NO_THROW(Document(to_html(plan))) << to_string(plan);
   }
 }
 
@@ -313,20 +312,12 @@ TEST(Picture, EscapesNames) {
   for (const int64_t size : {2, 64}) {
     const auto mesh = std::make_shared<Mesh>(std::vector<std::string>{name, "b"}, std::vector<int64_t>{size, 2});
     const Plan plan = make_plan(layout_of(mesh, {64, 64}, "S(0),R"), layout_of(mesh, {64, 64}, "S(1),R"));
-    for (const std::string& text : {to_svg(plan), to_html(plan)}) {
-      EXPECT_NO_THROW(Document{text});
-      EXPECT_EQ(text.find("<script"), std::string::npos);
-      EXPECT_NE(text.find("&lt;script&gt;&amp;&quot;&#39;\xEF\xBF\xBD"), std::string::npos);
-      EXPECT_EQ(text.find('\x01'), std::string::npos);
-    }
+    const std::string text = to_svg(plan);
+    EXPECT_NO_THROW(Document{text});
+    EXPECT_EQ(text.find("<script"), std::string::npos);
+    EXPECT_NE(text.find("&lt;script&gt;&amp;&quot;&#39;\xEF\xBF\xBD"), std::string::npos);
+    EXPECT_EQ(text.find('\x01'), std::string::npos);
   }
-}
-
-TEST(Picture, PageContainsThePlanAsText) {
-  const Plan plan = plan_of({2, 2}, {7, 5}, "S(0),S(1)", "S(1),S(0)");
-  const Document page(to_html(plan));
-  EXPECT_TRUE(page.has_text(to_string(plan)));
-  EXPECT_FALSE(page.of_class("sw-box").empty());
 }
 
 TEST(Picture, ShowsATrainingStep) {

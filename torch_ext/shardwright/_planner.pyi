@@ -463,7 +463,7 @@ class Plan:
         """Returns an SVG picture of the ranks' parts and messages: a row per rank (up to 16 ranks) or per mesh dim."""
 
     def to_html(self) -> str:
-        """Returns an HTML page with the picture and the plan's text."""
+        """Returns an HTML page: times, timeline, costs, links, certificate and picture. It is one file without code."""
 
 class PlanningTables:
     """The defaults for plans and products. Immutable: the ``with...`` methods return a new object."""

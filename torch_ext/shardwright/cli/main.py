@@ -137,10 +137,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.svg:
         write_file("--svg", arguments.svg, plan.to_svg())
     if arguments.html:
-        from ..pages import plan_page
-
         _work_out(plan)
-        write_file("--html", arguments.html, plan_page(plan))
+        write_file("--html", arguments.html, plan.to_html())
     if arguments.json:
         _work_out(plan)
         print(plan.to_json())
