@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import importlib
 import os
 import re
@@ -42,6 +43,32 @@ def test_pair_block() -> None:
     lines = _output("pair_block.py", num_ranks=4).splitlines()
     (received,) = [re.fullmatch(r"shardwright +\d+ collectives, (\d+) KiB received", line) for line in lines[1:]]
     assert received is not None and 0 < int(received[1]) < 256
+
+
+@pytest.mark.parametrize(("program", "num_ranks"), [("pipeline_stages.py", 8), ("experts.py", 4)])
+def test_losses_of_the_whole_model(program: str, num_ranks: int) -> None:
+    ours, whole = [
+        [float(word) for word in line.split()[-5:]] for line in _output(program, num_ranks=num_ranks).splitlines()[1:]
+    ]
+    assert ours == pytest.approx(whole, rel=1e-5)
+
+
+def test_replica_leaves() -> None:
+    """Two replicas train on after the third has left. The program compares the weights at the end."""
+    *steps, end = _output("replica_leaves.py", num_ranks=6).splitlines()
+    numbers = [re.fullmatch(r"step \d, (\d) replicas: loss (\S+), on one rank (\S+)", step) for step in steps]
+    assert [int(row[1]) for row in numbers if row] == [3, 3, 3, 2, 2, 2]
+    assert all(float(row[2]) == pytest.approx(float(row[3]), rel=1e-5) for row in numbers if row)
+    assert end == "the weights are those of the whole model"
+
+
+def test_profile_step(tmp_path: Path) -> None:
+    """Each rank writes a profile with the steps of plans, and rank 0 lists the gathers and reductions of two steps."""
+    lines = _output("profile_step.py", str(tmp_path), num_ranks=4).splitlines()
+    assert any(re.fullmatch(r" +\S+ ms +8 calls +[\d,]+ B  .*\[S\(0\), R\] -> \[R, R\]", line) for line in lines), lines
+    files = sorted(tmp_path.iterdir())
+    assert [file.name for file in files] == [f"rank{rank}.json.gz" for rank in range(4)]
+    assert all("(all_gather over dp)" in gzip.decompress(file.read_bytes()).decode() for file in files)
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "own ranks"])
