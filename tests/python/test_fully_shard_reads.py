@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import gc
 import types
 import weakref
@@ -238,6 +239,60 @@ def _routes(unused: bool, accumulates: bool) -> None:
 @pytest.mark.parametrize(("unused", "accumulates"), [(False, False), (True, False), (False, True)])
 def test_ranks_may_use_different_weights(pool: Pool, unused: bool, accumulates: bool) -> None:
     pool.run(_routes, 2, unused, accumulates)
+
+
+class Branches(nn.Module):
+    """Ranks choose between equal units: one of two, or both in another order."""
+
+    def __init__(self, trains: bool, takes_both: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head, *blocks = (nn.Linear(6, 6) for _ in range(3))
+        self.blocks = nn.ModuleList(blocks).requires_grad_(trains)
+        self.takes_both = takes_both
+
+    def forward(self, x: torch.Tensor, swaps: bool) -> torch.Tensor:
+        first, second = reversed(self.blocks) if swaps else self.blocks
+        return self.head(second(first(x)) if self.takes_both else first(x))
+
+
+def _different_units(trains: bool, takes_both: bool) -> None:
+    """Messages of equal sizes would mix up the weights of the units. All ranks raise, and the next step is right."""
+    model, checked = (_sharded(Branches(trains, takes_both)) for _ in range(2))
+    unsharded, x = Branches(trains, takes_both), _batches()[dist.get_rank()]
+    swaps = dist.get_rank() == 1
+
+    def step() -> torch.Tensor:
+        return model(x, swaps).sum()
+
+    used_different = functools.partial(pytest.raises, ValueError, match="the ranks have used different modules")
+    for records in (True, False):
+        with torch.set_grad_enabled(records):
+            if records:
+                step()  # no backward compares the ranks, but the next forward does
+            with used_different():
+                step()
+            torch.testing.assert_close(model(x, False), unsharded(x, False))
+    model.reset_iter_state()
+    with used_different():
+        step().backward()
+    model.zero_grad()  # gradients that were reduced before the error
+    model(x, False).sum().backward()
+    for each in _batches():
+        (unsharded(each, False).sum() / 2).backward()
+    _check_gradients(model, unsharded, "after errors")
+    sw.debug.check_ranks()
+    try:
+        with torch.no_grad():
+            with pytest.raises(RuntimeError, match=r"nothing was sent(.|\n)*gather: blocks.0 .*; blocks.1 "):
+                checked(x, swaps)
+    finally:
+        sw.debug.check_ranks(False)
+
+
+@pytest.mark.parametrize(("trains", "takes_both"), [(False, False), (True, True)])
+def test_ranks_that_use_different_units_raise(pool: Pool, trains: bool, takes_both: bool) -> None:
+    pool.run(_different_units, 2, trains, takes_both)
 
 
 def _reads_after_release() -> None:

@@ -1,4 +1,4 @@
-"""Reductions of a model's gradients, and the agreement of ranks at the end of a backward.
+"""Reductions of a model's gradients, and the agreement of ranks at the end of a step.
 
 All ranks reduce the same weights of a unit, even if they have different gradients: if routing or a condition picks
 different modules on each rank, a rank without a gradient of a weight contributes zeros.
@@ -8,8 +8,10 @@ different modules on each rank, a rank without a gradient of a weight contribute
     the entire backward       weights that have a gradient on some rank that was not reduced yet
 
 Before the second reduction, ranks exchange which weights they had gradients of. If no rank had a gradient of a weight,
-its sum is dropped, so that `.grad` stays None as in an unsharded model. If ranks have started different reductions, all
-of them raise an error.
+its sum is dropped, so that `.grad` stays None as in an unsharded model.
+
+If ranks have gathered or reduced different units, messages of equal sizes were mixed up, and all ranks raise an error:
+at the end of the backward, of a forward without gradients, or, if no backward has followed a forward, in the next one.
 """
 
 from __future__ import annotations
@@ -18,9 +20,11 @@ import hashlib
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._native import _runtime
+from ..runtime import checking
 from ..runtime.agreement import MeshWords, Statement
 from .gradients import Reduction
 from .units import Unit
@@ -37,6 +41,7 @@ class Reductions:
         self._device = device
         self._under_way: list[tuple[int, Reduction]] = []  # (last use before the wait, reduction)
         self._started: list[tuple[int, tuple[int, ...]]] = []  # in this backward: (unit index, weight indices)
+        self._gathered: list[Unit] = []  # since ranks last compared
         self._used: set[WeightIndex] = set()  # weights that had a gradient on some rank at the latest `_agree`
         self._on_mesh: dict[DeviceMesh, list[WeightIndex]] = {}
         for unit_index, unit in enumerate(units):
@@ -51,8 +56,31 @@ class Reductions:
         unit = self._units[unit_index]
         if which is None:
             which = [i for i, weight in enumerate(unit.weights) if weight.is_expected and weight.sharded.requires_grad]
+        self._compare_calls("reduction", unit)
         self._started.append((unit_index, tuple(which)))
         return unit.start_reduction([unit.weights[i] for i in which])
+
+    def note_gather(self, unit: Unit) -> None:
+        """Notes that a gather of a unit starts. Under `check_ranks`, all ranks compare the unit before."""
+        self._compare_calls("gather", unit)
+        self._gathered.append(unit)
+
+    def _compare_calls(self, kind: str, unit: Unit) -> None:
+        if checking.is_on():
+            for mesh in dict.fromkeys(weight.mesh for weight in unit.weights):
+                mine = Statement("sw.fully_shard", {kind: unit.name})
+                checking.compare_calls(mine, mesh.mesh.flatten().tolist(), dist.get_rank(), f"{kind} of {unit.name}")
+
+    def compare_gathers(self) -> None:
+        """Raises ValueError on all ranks of a mesh that have gathered different units. Collective if there were any."""
+        for mesh in self._on_mesh if self._gathered and not self._is_captured else ():
+            if any(weight.mesh == mesh for unit in self._gathered for weight in unit.weights):
+                self._check(mesh, bytes(MeshWords(mesh, self._device).largest(self._digest(mesh))))
+        self._gathered = []
+
+    @property
+    def _is_captured(self) -> bool:
+        return self._device.type != "cpu" and _runtime.is_capturing(self._device.type)
 
     def add(self, last_use: int, reduction: Reduction) -> None:
         """Adds a reduction in progress that `finish` waits for after use `last_use`."""
@@ -95,7 +123,7 @@ class Reductions:
 
     def _agree(self) -> dict[int, list[int]]:
         """Returns, by unit, the weights that have an unreduced gradient on some rank. Collective; sets `_used`."""
-        is_captured = self._device.type != "cpu" and _runtime.is_capturing(self._device.type)
+        is_captured = self._is_captured
         late: dict[int, list[int]] = {}  # by unit: weights that were not reduced yet
         self._used = set()
         for mesh, indices in self._on_mesh.items():
@@ -109,6 +137,7 @@ class Reductions:
                     self._used.add(index)
                 if waits:
                     late.setdefault(index[0], []).append(index[1])
+        self._gathered = []
         if is_captured and late:
             names = [self._weight((unit, which)).name for unit, several in late.items() for which in several]
             raise RuntimeError(
@@ -125,31 +154,35 @@ class Reductions:
         weight = self._weight(index)
         return weight.had_gradient, weight.has_gradient and self._units[index[0]].unit_options.reduces
 
-    def _text(self, mesh: DeviceMesh) -> str:
-        """Returns the reductions that this backward has started on a mesh, as text for an error."""
-        texts = []
-        for unit_index, which in self._started:
-            unit = self._units[unit_index]
-            names = [unit.weights[i].name for i in which if unit.weights[i].mesh == mesh]
-            texts.append(f"{unit.name} ({', '.join(names)})")
-        return "; ".join(texts) or "none"
+    def _texts(self, mesh: DeviceMesh) -> dict[str, str]:
+        """Returns the gathers and reductions that ranks compare on a mesh, as texts for an error."""
+
+        def named(unit: Unit, which: Sequence[int]) -> str:
+            return f"{unit.name} ({', '.join(w.name for w in (unit.weights[i] for i in which) if w.mesh == mesh)})"
+
+        gathered = [named(unit, range(len(unit.weights))) for unit in self._gathered]
+        reduced = [named(self._units[unit_index], which) for unit_index, which in self._started]
+        return {"gathered": "; ".join(gathered) or "none", "reduced": "; ".join(reduced) or "none"}
 
     def _digest(self, mesh: DeviceMesh) -> bytes:
-        """Returns a digest of the reductions that were started on a mesh, followed by its bytewise complement.
+        """Returns a digest of the gathers and reductions on a mesh, followed by its bytewise complement.
 
         Ranks agree if and only if the maximum of each byte over ranks and that of its complement sum to 255.
         """
-        started = [each for each in self._started if any(w.mesh == mesh for w in self._units[each[0]].weights)]
-        digest = hashlib.blake2b(repr(started).encode(), digest_size=_DIGEST_BYTES).digest()
+        units = [index for index, unit in enumerate(self._units) if any(w.mesh == mesh for w in unit.weights)]
+        gathered = [index for index in map(self._units.index, self._gathered) if index in units]
+        started = [each for each in self._started if each[0] in units]
+        digest = hashlib.blake2b(repr((gathered, started)).encode(), digest_size=_DIGEST_BYTES).digest()
         return digest + bytes(255 - byte for byte in digest)
 
     def _check(self, mesh: DeviceMesh, table: bytes) -> None:
         """Raises ValueError on all ranks if digests differ. `table` begins with the bytewise maxima of `_digest`."""
         pairs = zip(table[:_DIGEST_BYTES], table[_DIGEST_BYTES : 2 * _DIGEST_BYTES])
         if any(largest + complement != 255 for largest, complement in pairs):
-            mismatch = "have reduced different gradients in this backward"
-            remedy = "Run backwards of the same units, in the same order, on all ranks of a mesh"
-            mine = Statement("sw.fully_shard", {"reduced": self._text(mesh)}, mismatch=mismatch, remedy=remedy)
+            mismatch = "have used different modules in this step; their weights or gradients were mixed up"
+            remedy = "Run the same units in the same order on all ranks of a mesh"
+            mine = Statement("sw.fully_shard", self._texts(mesh), mismatch=mismatch, remedy=remedy)
+            self._gathered = []
             MeshWords(mesh, self._device).compare(mine)
 
 

@@ -135,8 +135,18 @@ class Runner:
         if not unit.is_open:
             self.open.remove(self._index[id(unit)])
             self._next("backward" if is_in_backward() else "forward")
+        if not self.open and not torch.is_grad_enabled() and not is_in_backward():
+            self._compare_gathers()
         if self._key is not None and not self._key.records and not self.open:
             self._end_sequence()
+
+    def _compare_gathers(self) -> None:
+        """Raises ValueError on all ranks, and aborts the step, if ranks have gathered different units."""
+        try:
+            self.reductions.compare_gathers()
+        except BaseException:
+            self.abort(drops_gradients=False)
+            raise
 
     def fail_forward(self, unit: Unit, depth: int, error: BaseException) -> None:
         """Aborts the step if no hook has ended a forward that raised. `depth`: the unit's forwards before that one."""
@@ -202,6 +212,7 @@ class Runner:
         key = self._key_of((self._index[id(unit)],), "forward")
         if self._key is not None and self._key[:3] == key[:3] and only_forwards:
             # The forwards of the running sequence had no backward yet. A later backward of them gathers again.
+            self._compare_gathers()
             self._plan = None
             self._drain()
             self._key = None

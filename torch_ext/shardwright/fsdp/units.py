@@ -186,13 +186,13 @@ class Unit:
 
     def start_gather(self, memory: torch.Tensor, offset_bytes: int = 0) -> None:
         """Starts to gather into `memory`: from the kept copy if it is up to date, otherwise from the shards."""
+        if self.runner is not None and (runner := self.runner()) is not None:
+            runner.reductions.note_gather(self)
         self.start_refresh()
-        self.is_resident = True
+        self.is_resident = self._in_arena = self._is_gathering = True
         now = self.versions
         from_kept = bool(self._kept_from) and not differ(self._kept_from, now)
         self._gathered_from = now
-        self._in_arena = True
-        self._is_gathering = True
         scaled = (weight for weight in self.weights if weight.gather.format.needs_largest)
         measure(weight.measured for weight in scaled if weight.gather.needs_measure(weight.source))
         together = Together()
