@@ -1,7 +1,6 @@
 #include "exchange/cells.h"
 
 #include <algorithm>
-#include <bit>
 #include <map>
 
 #include "exchange/samples.h"
@@ -14,34 +13,6 @@ constexpr int64_t kMaxMembers = int64_t{1} << 17;
 
 }  // namespace
 
-void RankSet::add(const RankSet& other) {
-  for (size_t w = 0; w < words_.size(); ++w) words_[w] |= other.words_[w];
-}
-
-void RankSet::keep(const RankSet& other) {
-  for (size_t w = 0; w < words_.size(); ++w) words_[w] &= other.words_[w];
-}
-
-void RankSet::remove(const RankSet& other) {
-  for (size_t w = 0; w < words_.size(); ++w) words_[w] &= ~other.words_[w];
-}
-
-int64_t RankSet::size() const {
-  int64_t size = 0;
-  for (const uint64_t word : words_) size += std::popcount(word);
-  return size;
-}
-
-std::vector<size_t> RankSet::indices() const {
-  std::vector<size_t> numbers;
-  for (size_t w = 0; w < words_.size(); ++w) {
-    for (uint64_t left = words_[w]; left != 0; left &= left - 1) {
-      numbers.push_back(w * 64 + static_cast<size_t>(std::countr_zero(left)));
-    }
-  }
-  return numbers;
-}
-
 // Builds SharedWork from jobs that the ranks of some sets may do. Every set consists of complete teams.
 struct Cells::Work {
   explicit Work(const Cells& cells) : cells(cells) {
@@ -51,10 +22,10 @@ struct Cells::Work {
   }
 
   // Adds a job that any ranks of these sets may do.
-  void add(int64_t amount, const std::vector<const RankSet*>& sets) {
+  void add(int64_t amount, const std::vector<const IndexSet*>& sets) {
     if (amount == 0) return;
     SharedWork::Job job{amount, {}};
-    for (const RankSet* set : sets) {
+    for (const IndexSet* set : sets) {
       const auto [pool, is_new] = pools.try_emplace(*set, static_cast<int>(pools.size()));
       job.pools.push_back(pool->second);
       if (!is_new) continue;
@@ -69,7 +40,7 @@ struct Cells::Work {
 
   const Cells& cells;
   SharedWork shared;
-  std::map<RankSet, int> pools;  // index in shared.pools of each known set
+  std::map<IndexSet, int> pools;  // index in shared.pools of each known set
 };
 
 // Makes the teams. Classes and cells are found later.
@@ -116,11 +87,11 @@ bool Cells::find_classes(const AxisGrid& src, const AxisGrid& dst, const std::ve
     intervals[std::move(sample_range.lists)].push_back(sample_range.interval);
     if (static_cast<int64_t>(intervals.size()) > kMaxCells) return false;
   }
-  std::vector<RankSet> with_shard(lists.size(), RankSet(ranks.size()));
+  std::vector<IndexSet> with_shard(lists.size(), IndexSet::none_of(ranks.size()));
   const auto add_ranks = [&](const AxisGrid& grid, int64_t first) {
     for (size_t i = 0; i < ranks.size(); ++i) {
       const std::optional<Position> position = grid.mesh->position_of(ranks[i]);
-      if (position) with_shard[first + grid.shards[*position][axis]].add(i);
+      if (position) with_shard[first + grid.shards[*position][axis]].insert(i);
     }
   };
   const auto num_before = static_cast<int64_t>(before.size());
@@ -128,7 +99,7 @@ bool Cells::find_classes(const AxisGrid& src, const AxisGrid& dst, const std::ve
   add_ranks(dst, num_before);
   std::vector<Class>& classes = classes_.emplace_back();
   for (const auto& [shards, ranges] : intervals) {
-    classes.push_back({samples.repeated(ranges), RankSet(ranks.size()), RankSet(ranks.size())});
+    classes.push_back({samples.repeated(ranges), IndexSet::none_of(ranks.size()), IndexSet::none_of(ranks.size())});
     for (const int64_t shard : shards) {
       (shard < num_before ? classes.back().before : classes.back().after).add(with_shard[shard]);
     }
@@ -145,7 +116,7 @@ bool Cells::find_cells() {
   }
   int64_t members = 0;
   for (int64_t combination = 0; combination < combinations; ++combination) {
-    Cell cell{{}, 1, RankSet(num_ranks_, true), RankSet(num_ranks_, true)};
+    Cell cell{{}, 1, IndexSet::all_of(num_ranks_), IndexSet::all_of(num_ranks_)};
     int64_t rest = combination;
     for (const std::vector<Class>& of_axis : classes_) {
       const auto classes = static_cast<int64_t>(of_axis.size());
@@ -153,10 +124,10 @@ bool Cells::find_cells() {
       rest /= classes;
       const Class& axis_class = of_axis[cell.classes.back()];
       cell.elements *= length(axis_class.elements);
-      cell.senders.keep(axis_class.before);
-      cell.receivers.keep(axis_class.after);
+      cell.senders.intersect(axis_class.before);
+      cell.receivers.intersect(axis_class.after);
     }
-    cell.receivers.remove(cell.senders);
+    cell.receivers.subtract(cell.senders);
     if (cell.elements == 0 || cell.receivers.size() == 0) continue;
     members += cell.senders.size() + cell.receivers.size();
     if (members > kMaxMembers) return false;

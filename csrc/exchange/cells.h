@@ -14,30 +14,11 @@
 #include <vector>
 
 #include "exchange/axes.h"
+#include "exchange/index_set.h"
 #include "exchange/load.h"
 #include "layout/rank.h"
 
 namespace shardwright {
-
-// A subset of a list of ranks, by index in the list.
-class RankSet {
- public:
-  // The set of none or all of `ranks` ranks. With `has_all`, bits beyond the last rank are set too, until keep() clears
-  // them.
-  explicit RankSet(size_t ranks, bool has_all = false)
-      : words_((ranks + 63) / 64, has_all ? ~uint64_t{0} : uint64_t{0}) {}
-
-  void add(size_t i) { words_[i / 64] |= uint64_t{1} << (i % 64); }
-  void add(const RankSet& other);   // union
-  void keep(const RankSet& other);  // intersection
-  void remove(const RankSet& other);
-  int64_t size() const;
-  std::vector<size_t> indices() const;  // indices of the ranks, ascending
-  auto operator<=>(const RankSet&) const = default;
-
- private:
-  std::vector<uint64_t> words_;
-};
 
 // The cells that some rank needs and does not hold.
 class Cells {
@@ -45,20 +26,20 @@ class Cells {
   static constexpr int64_t kMaxCells = 4096;
 
   // Returns nullopt if there are more than kMaxCells cells, or if listing them takes too long. `ranks` are the ranks of
-  // both meshes; all rank sets of the result have indices in this list.
+  // both meshes. Ranks of the result are indices in this list.
   static std::optional<Cells> of(const AxisGrid& src, const AxisGrid& dst, const std::vector<Rank>& ranks);
 
   // A class: elements of one axis.
   struct Class {
     IntervalList elements;  // ascending
-    RankSet before;         // ranks with these elements on their shard of the source
-    RankSet after;          // ranks with these elements on their shard of the destination
+    IndexSet before;        // ranks with these elements on their shard of the source
+    IndexSet after;         // ranks with these elements on their shard of the destination
   };
   struct Cell {
     std::vector<size_t> classes;  // by axis: index in classes(axis)
     int64_t elements = 0;
-    RankSet senders;    // ranks that hold the cell
-    RankSet receivers;  // ranks that need the cell and do not hold it; at least one
+    IndexSet senders;    // ranks that hold the cell
+    IndexSet receivers;  // ranks that need the cell and do not hold it; at least one
   };
   const std::vector<Class>& classes(size_t axis) const { return classes_[axis]; }
   const std::vector<Cell>& all() const { return cells_; }  // only cells that have receivers

@@ -26,7 +26,7 @@ void bound_nodes(const Cells& cells, const std::vector<Rank>& ranks, int64_t ran
   std::map<int64_t, Node> nodes;
   const auto node_of = [&](size_t i) { return to_int(ranks[i]) / ranks_per_node; };
   for (size_t i = 0; i < ranks.size(); ++i) ++nodes[node_of(i)].ranks;
-  const auto nodes_of = [&](const RankSet& rank_set) {
+  const auto nodes_of = [&](const IndexSet& rank_set) {
     std::set<int64_t> node_numbers;
     for (const size_t i : rank_set.indices()) node_numbers.insert(node_of(i));
     return node_numbers;

@@ -1,52 +1,17 @@
 // Finds the connected components of a group by exchanged messages, and whether all pairs of its ranks exchange data.
 #include <algorithm>
-#include <bit>
 #include <cstdint>
 #include <map>
 #include <utility>
 
+#include "exchange/index_set.h"
 #include "exchange/mesh_exchange.h"
 
 namespace shardwright {
 
-namespace {
-
-// A set of members of a group, by index.
-class MemberSet {
- public:
-  explicit MemberSet(size_t num_members, bool are_all = false) : words_((num_members + 63) / 64, are_all ? ~0ull : 0) {
-    if (are_all && num_members % 64 > 0) words_.back() = (1ull << num_members % 64) - 1;
-  }
-
-  void insert(size_t member) { words_[member / 64] |= 1ull << member % 64; }
-  void erase(size_t member) { words_[member / 64] &= ~(1ull << member % 64); }
-  void add(const MemberSet& others) {  // union
-    for (size_t i = 0; i < words_.size(); ++i) words_[i] |= others.words_[i];
-  }
-  void keep(const MemberSet& others) {  // intersection
-    for (size_t i = 0; i < words_.size(); ++i) words_[i] &= others.words_[i];
-  }
-  size_t count() const {
-    size_t total = 0;
-    for (const uint64_t word : words_) total += std::popcount(word);
-    return total;
-  }
-  template <typename Visit>
-  void for_each(const Visit& visit) const {
-    for (size_t i = 0; i < words_.size(); ++i) {
-      for (uint64_t word = words_[i]; word != 0; word &= word - 1) visit(64 * i + std::countr_zero(word));
-    }
-  }
-
- private:
-  std::vector<uint64_t> words_;
-};
-
-}  // namespace
-
 // The members to which each member of a group sends, and from which it receives. Begins with all pairs of members.
 struct MeshExchange::Adjacency {
-  explicit Adjacency(size_t num_members) : receivers(num_members, MemberSet(num_members, true)), senders(receivers) {
+  explicit Adjacency(size_t num_members) : receivers(num_members, IndexSet::all_of(num_members)), senders(receivers) {
     for (size_t m = 0; m < num_members; ++m) {
       receivers[m].erase(m);
       senders[m].erase(m);
@@ -65,26 +30,26 @@ struct MeshExchange::Adjacency {
   // Removes the pairs of members (a, b) for which the numbers show that a has no elements for b.
   void keep(const Numbers& numbers) {
     const size_t k = receivers.size();
-    std::vector<MemberSet> holding(numbers.num_held, MemberSet(k));
-    std::vector<MemberSet> needing(numbers.num_needed, MemberSet(k));
+    std::vector<IndexSet> holding(numbers.num_held, IndexSet::none_of(k));
+    std::vector<IndexSet> needing(numbers.num_needed, IndexSet::none_of(k));
     for (size_t m = 0; m < k; ++m) {
       holding[numbers.held[m]].insert(m);
       needing[numbers.needed[m]].insert(m);
     }
-    std::vector<MemberSet> receivers_of(numbers.num_held, MemberSet(k));  // by held number
-    std::vector<MemberSet> senders_of(numbers.num_needed, MemberSet(k));  // by needed number
+    std::vector<IndexSet> receivers_of(numbers.num_held, IndexSet::none_of(k));  // by held number
+    std::vector<IndexSet> senders_of(numbers.num_needed, IndexSet::none_of(k));  // by needed number
     for (const auto& [held, needed] : numbers.overlap) {
       receivers_of[held].add(needing[needed]);
       senders_of[needed].add(holding[held]);
     }
     for (size_t m = 0; m < k; ++m) {
-      receivers[m].keep(receivers_of[numbers.held[m]]);
-      senders[m].keep(senders_of[numbers.needed[m]]);
+      receivers[m].intersect(receivers_of[numbers.held[m]]);
+      senders[m].intersect(senders_of[numbers.needed[m]]);
     }
   }
 
-  std::vector<MemberSet> receivers;  // by member
-  std::vector<MemberSet> senders;    // by member
+  std::vector<IndexSet> receivers;  // by member
+  std::vector<IndexSet> senders;    // by member
 };
 
 // Two members can exchange data only if they are on one replica and, if digits describe both layouts, the digits agree.
@@ -163,11 +128,11 @@ void MeshExchange::connect(Group& group) const {
     const size_t index = group.components.size();
     std::vector<size_t> component{first};
     group.component_of[first] = index;
-    size_t exchanging = 0;
+    int64_t exchanging = 0;
     for (size_t at = 0; at < component.size(); ++at) {
       const size_t member = component[at];
-      exchanging += adjacency.receivers[member].count();
-      MemberSet peers = adjacency.receivers[member];
+      exchanging += adjacency.receivers[member].size();
+      IndexSet peers = adjacency.receivers[member];
       peers.add(adjacency.senders[member]);
       peers.for_each([&](size_t peer) {
         if (group.component_of[peer] < k) return;
@@ -176,7 +141,7 @@ void MeshExchange::connect(Group& group) const {
       });
     }
     std::sort(component.begin(), component.end());
-    group.all_pairs_exchange.push_back(exchanging == component.size() * (component.size() - 1));
+    group.all_pairs_exchange.push_back(exchanging == std::ssize(component) * (std::ssize(component) - 1));
     group.components.push_back(std::move(component));
   }
 }
