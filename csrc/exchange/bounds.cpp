@@ -27,13 +27,13 @@ class Bounds {
   Bounds(const Layout& src, const Layout& dst)
       : src_layout_(src), dst_layout_(dst), src_(without_partials(src)), dst_(without_partials(dst)) {
     for (int t = 0; t < src.ndim(); ++t) overlaps_.emplace_back(src_.lists(t), dst_.lists(t));
-    const std::vector<Rank> from = src_.ranks();
+    const std::vector<Rank> from = src_.mesh().ranks();
     for (size_t p = 0; p < from.size(); ++p) {
       RankParts& parts = parts_of_[from[p]];
       parts.src_position = static_cast<int64_t>(p);
       parts.src_part = src_.part_replica_at(parts.src_position).part;
     }
-    const std::vector<Rank> to = dst_.ranks();
+    const std::vector<Rank> to = dst_.mesh().ranks();
     for (size_t p = 0; p < to.size(); ++p) {
       RankParts& parts = parts_of_[to[p]];
       parts.dst_position = static_cast<int64_t>(p);

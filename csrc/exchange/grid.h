@@ -53,7 +53,7 @@ class Grid {
   std::optional<PartReplica> part_replica_of(Rank rank) const;
   // Returns the rank that holds the part with these axis shards and is its replica of this index.
   Rank rank_at(std::span<const int64_t> shards, int64_t replica) const;
-  std::vector<Rank> ranks() const { return mesh_->ranks(); }  // by position
+  const Mesh& mesh() const { return *mesh_; }
 
   // Returns the axis shards of a part, by tensor dim. The span is valid as long as the grid.
   std::span<const int64_t> shards_of(int64_t part) const {

@@ -41,13 +41,11 @@ GridExchange GridExchange::with_policy(ReplicaPolicy policy, int64_t ranks_per_n
   return GridExchange(all_, item_bytes(), policy, first_sender_, ranks_per_node);
 }
 
-GridExchange::Geometry::Geometry(Grid from, Grid to) : src(std::move(from)), dst(std::move(to)), ranks(src.ranks()) {
+GridExchange::Geometry::Geometry(Grid from, Grid to)
+    : src(std::move(from)), dst(std::move(to)), ranks(ranks_of(src.mesh(), dst.mesh())) {
   check_invariant(src.ndim() == dst.ndim(), "the grids of a crossing have ", src.ndim(), " and ", dst.ndim(), " dims");
   for (int t = 0; t < src.ndim(); ++t) overlaps.emplace_back(src.lists(t), dst.lists(t));
-  const std::vector<Rank> others = dst.ranks();
-  ranks.insert(ranks.end(), others.begin(), others.end());
-  std::sort(ranks.begin(), ranks.end());
-  ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());
+
   for (const Rank rank : ranks) ends.push_back({src.part_replica_of(rank), dst.part_replica_of(rank)});
   find_absent();
   find_queues();

@@ -23,14 +23,6 @@ constexpr int64_t kSentAboveFraction = 20;
 // Returns the number of bits up to the highest bit in which two ranks differ.
 int distance(Rank a, Rank b) { return std::bit_width(static_cast<uint64_t>(to_int(a) ^ to_int(b))); }
 
-// Returns the ranks of both lists, ascending, each once.
-std::vector<Rank> united(std::vector<Rank> a, const std::vector<Rank>& b) {
-  a.insert(a.end(), b.begin(), b.end());
-  std::sort(a.begin(), a.end());
-  a.erase(std::unique(a.begin(), a.end()), a.end());
-  return a;
-}
-
 }  // namespace
 
 // Chooses, for one axis, the axis shard of the source that sends each element to each receiver. Works on samples
@@ -234,7 +226,7 @@ IndexedExchange::IndexedExchange(AxisGrids grids, int64_t item_bytes, ReplicaPol
       policy_(policy),
       src_(std::move(grids.src)),
       dst_(std::move(grids.dst)),
-      ranks_(united(src_.mesh->ranks(), dst_.mesh->ranks())) {
+      ranks_(ranks_of(*src_.mesh, *dst_.mesh)) {
   check_invariant(policy != ReplicaPolicy::kAligned, "a rearrangement has ReplicaPolicy::kAligned");
   check_invariant(src_.axes.size() == dst_.axes.size(), "the grids of a rearrangement have ", src_.axes.size(), " and ",
                   dst_.axes.size(), " axes");
