@@ -14,8 +14,8 @@ std::optional<std::vector<Digit>> digits_of(const Mesh& mesh, int64_t n, std::sp
     const int64_t k = mesh.dim_size(c.mesh_dim);
     const std::optional<int64_t> split_factor = c.rule.equal_split_factor(left, k);
     if (left == 0 || !split_factor) return std::nullopt;
-    // `weight` is first the weight among the indices that are left. The loop turns it into the weight among all
-    // indices: each digit that is already fixed is below or above it.
+    // `weight` is first the weight in the list that the earlier cuts left. The loop turns it into the weight in an
+    // index of the tensor dim: it multiplies the weight by the radix of each fixed digit below the new one.
     int64_t weight = left / (*split_factor * k);
     size_t at = digits.size();
     for (; at > 0; --at) {
@@ -54,7 +54,7 @@ std::optional<Matching> Matching::of(int64_t n, std::span<const Digit> before, s
   }
 
   Matching matching;
-  matching.free_ = n;
+  matching.elements_per_overlap_ = n;
   for (size_t i = 0; i + 1 < num_ends; ++i) {
     if (ends[i + 1] % ends[i] != 0) return std::nullopt;
     const auto owner = [&](std::span<const Digit> digits) {
@@ -69,23 +69,36 @@ std::optional<Matching> Matching::of(int64_t n, std::span<const Digit> before, s
     if (common.before.mesh_dim < 0 && common.after.mesh_dim < 0) continue;
     if (matching.count_ == kMaxDigits) return std::nullopt;
     matching.digits_[matching.count_++] = common;
-    matching.free_ /= common.radix;
+    matching.elements_per_overlap_ /= common.radix;
   }
   return matching;
 }
 
 bool Matching::Common::agrees_at(const Mesh& mesh, int64_t position) const {
-  if (!is_tie()) return true;
-  const auto value = [&](const Owner& owner) {
-    return mesh.coordinate(position, owner.mesh_dim) / owner.below % radix;
-  };
-  return value(before) == value(after);
+  return !is_tie() || before.value_at(mesh, position, radix) == after.value_at(mesh, position, radix);
+}
+
+std::optional<Matching> Matching::of_cuts(const Mesh& mesh, int64_t n, std::span<const Cut> before,
+                                          std::span<const Cut> after) {
+  const auto digits_before = digits_of(mesh, n, before);
+  const auto digits_after = digits_before ? digits_of(mesh, n, after) : std::nullopt;
+  return digits_after ? of(n, *digits_before, *digits_after) : std::nullopt;
 }
 
 int64_t Matching::sources() const {
   int64_t sources = 1;
   for (const Common& digit : digits()) sources *= digit.after.mesh_dim < 0 ? digit.radix : 1;
   return sources;
+}
+
+MeshDimSet Matching::tied_dims() const {
+  MeshDimSet dims;
+  for (const Common& digit : digits()) {
+    if (!digit.is_tie()) continue;
+    dims.insert(digit.before.mesh_dim);
+    dims.insert(digit.after.mesh_dim);
+  }
+  return dims;
 }
 
 bool Matching::agrees_at(const Mesh& mesh, int64_t position) const {
@@ -95,13 +108,13 @@ bool Matching::agrees_at(const Mesh& mesh, int64_t position) const {
 
 namespace {
 
-// Maximum number of coordinate combinations that a sum visits one by one.
+// Maximum number of combinations of coordinates that sum_by_coordinates() visits one by one.
 constexpr int64_t kMaxCombinations = int64_t{1} << 12;
 
-// Returns the sum over all ranks of the elements that a rank holds in both layouts. Tensor dims are coupled if a mesh
-// dim cuts both. Sums of uncoupled tensor dims multiply, so only the coordinates within each set of coupled dims are
-// visited. Returns nullopt if a set has more than kMaxCombinations of them.
-std::optional<int64_t> sum_by_walking(const Layout& a, const Layout& b) {
+// Returns the sum over all ranks of the elements that a rank holds in both layouts. Tensor dims are *coupled* if one
+// mesh dim cuts both. Sums of uncoupled tensor dims multiply, so each set of coupled dims is visited by itself: all
+// combinations of coordinates on the mesh dims that cut them. Returns nullopt if a set has more than kMaxCombinations.
+std::optional<int64_t> sum_by_coordinates(const Layout& a, const Layout& b) {
   const Mesh& mesh = a.mesh();
   std::vector<MeshDimSet> cutting(a.ndim());
   for (int t = 0; t < a.ndim(); ++t) {
@@ -154,24 +167,26 @@ std::optional<int64_t> sum_by_walking(const Layout& a, const Layout& b) {
   return total;
 }
 
-// The ties between parts of coordinates. Parts that must be equal share one free value, so the ranks that satisfy all
-// ties are a fraction of the mesh.
+// A set of ties, and the fraction of the mesh's ranks that satisfy all of them. Parts of coordinates that must be equal
+// have one common value. Example: the ties a == b, b == c and a == c, of radix 4, leave 4 of 64 combinations: each of
+// the first two ties multiplies the denominator of the fraction by 4, and the third follows from them.
 class Ties {
  public:
-  // Adds a tie. Returns false if it compares a part that overlaps a part of another tie without being equal.
+  // Adds a tie. Returns false if it compares a part of a coordinate that overlaps a part of an earlier tie without
+  // being the same part: then no closed form exists.
   bool add(const Matching::Common& digit) {
-    const std::optional<size_t> before = find(digit.before, digit.radix);
-    const std::optional<size_t> after = find(digit.after, digit.radix);
+    const std::optional<size_t> before = find_or_add(digit.before, digit.radix);
+    const std::optional<size_t> after = find_or_add(digit.after, digit.radix);
     if (!before || !after) return false;
     if (root(*before) != root(*after)) {
       parts_[root(*before)].parent = root(*after);
-      fraction_ *= digit.radix;
+      denominator_ *= digit.radix;
     }
     return true;
   }
 
-  // The ranks that satisfy all ties are 1 / fraction() of the mesh.
-  int64_t fraction() const { return fraction_; }
+  // The ranks that satisfy all ties are 1 / denominator() of the mesh.
+  int64_t denominator() const { return denominator_; }
 
  private:
   // A part of a coordinate. Parts that must be equal form a tree (union-find).
@@ -181,15 +196,15 @@ class Ties {
     size_t parent;  // index in parts_; a root is its own parent
   };
 
-  // Returns the index of a part, which is added if it is new; nullopt if it overlaps a known part without
-  // being equal.
-  std::optional<size_t> find(const Matching::Owner& owner, int64_t radix) {
+  // Returns the index of a part, which is added if it is new; nullopt if it overlaps a known part without being equal.
+  std::optional<size_t> find_or_add(const Matching::Owner& owner, int64_t radix) {
     for (size_t i = 0; i < parts_.size(); ++i) {
       const Part& part = parts_[i];
       if (part.owner == owner && part.radix == radix) return i;
-      const bool apart = part.owner.mesh_dim != owner.mesh_dim || part.owner.below % (owner.below * radix) == 0 ||
-                         owner.below % (part.owner.below * part.radix) == 0;
-      if (!apart) return std::nullopt;
+      const bool is_disjoint = part.owner.mesh_dim != owner.mesh_dim ||
+                               part.owner.divisor % (owner.divisor * radix) == 0 ||
+                               owner.divisor % (part.owner.divisor * part.radix) == 0;
+      if (!is_disjoint) return std::nullopt;
     }
     parts_.push_back({owner, radix, parts_.size()});
     return parts_.size() - 1;
@@ -202,7 +217,7 @@ class Ties {
   }
 
   std::vector<Part> parts_;
-  int64_t fraction_ = 1;
+  int64_t denominator_ = 1;
 };
 
 }  // namespace
@@ -211,10 +226,7 @@ SharedElements::SharedElements(const Layout& before, const Layout& after) : befo
   if (before.is_restricted() || after.is_restricted()) return;
   const Mesh& mesh = before.mesh();
   for (int t = 0; t < before.ndim(); ++t) {
-    const int64_t n = before.shape()[t];
-    const auto held = digits_of(mesh, n, before.cuts(t));
-    const auto needed = held ? digits_of(mesh, n, after.cuts(t)) : std::nullopt;
-    const auto matching = needed ? Matching::of(n, *held, *needed) : std::nullopt;
+    const auto matching = Matching::of_cuts(mesh, before.shape()[t], before.cuts(t), after.cuts(t));
     if (!matching) {
       matchings_.clear();
       return;
@@ -228,7 +240,7 @@ int64_t SharedElements::at(int64_t position) const {
   int64_t shared = 1;
   for (const Matching& matching : matchings_) {
     if (!matching.agrees_at(before_.mesh(), position)) return 0;
-    shared *= matching.free();
+    shared *= matching.elements_per_overlap();
   }
   return shared;
 }
@@ -236,13 +248,7 @@ int64_t SharedElements::at(int64_t position) const {
 MeshDimSet SharedElements::varying_dims() const {
   if (matchings_.empty()) return MeshDimSet::from_bits(~0u);
   MeshDimSet dims;
-  for (const Matching& matching : matchings_) {
-    for (const Matching::Common& digit : matching.digits()) {
-      if (!digit.is_tie()) continue;
-      dims.insert(digit.before.mesh_dim);
-      dims.insert(digit.after.mesh_dim);
-    }
-  }
+  for (const Matching& matching : matchings_) dims = dims | matching.tied_dims();
   return dims;
 }
 
@@ -251,14 +257,14 @@ std::optional<int64_t> SharedElements::sum() const {
   int64_t shared = 1;
   bool has_closed_form = !matchings_.empty();
   for (const Matching& matching : matchings_) {
-    shared *= matching.free();
+    shared *= matching.elements_per_overlap();
     for (const Matching::Common& digit : matching.digits()) {
       if (!digit.is_tie()) continue;
       has_closed_form = has_closed_form && ties.add(digit);
     }
   }
-  if (!has_closed_form) return sum_by_walking(before_, after_);
-  return shared * (before_.mesh().size() / ties.fraction());
+  if (!has_closed_form) return sum_by_coordinates(before_, after_);
+  return shared * (before_.mesh().size() / ties.denominator());
 }
 
 }  // namespace shardwright

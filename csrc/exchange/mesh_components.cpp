@@ -67,8 +67,8 @@ MeshExchange::Adjacency MeshExchange::adjacency_of(const Group& group) const {
     std::vector<int64_t> held_ties;
     std::vector<int64_t> needed_ties;
     for (const Matching::Common& tie : is_regular_ ? ties_ : std::vector<Matching::Common>()) {
-      held_ties.push_back(mesh.coordinate(member, tie.before.mesh_dim) / tie.before.below % tie.radix);
-      needed_ties.push_back(mesh.coordinate(member, tie.after.mesh_dim) / tie.after.below % tie.radix);
+      held_ties.push_back(tie.before.value_at(mesh, member, tie.radix));
+      needed_ties.push_back(tie.after.value_at(mesh, member, tie.radix));
     }
     tie_values.held.push_back(number_of(std::move(held_ties), member));
     tie_values.needed.push_back(number_of(std::move(needed_ties), member));

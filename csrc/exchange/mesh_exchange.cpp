@@ -88,7 +88,7 @@ MeshExchange::MeshExchange(const Layout& before, const Layout& after, MeshDimSet
   is_regular_ = policy == ReplicaPolicy::kAligned && !common_.matchings().empty();
   needed_by_each_ = sent_ = after.largest_part_elements();
   for (const Matching& matching : common_.matchings()) {
-    from_each_ *= matching.free();
+    from_each_ *= matching.elements_per_overlap();
     sources_ *= matching.sources();
     for (const Matching::Common& digit : matching.digits()) {
       if (digit.is_tie()) ties_.push_back(digit);

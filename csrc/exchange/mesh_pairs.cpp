@@ -102,8 +102,7 @@ bool MeshExchange::sends_to(const Group& group, int64_t from, int64_t to) const 
   const Mesh& mesh = before_.mesh();
   if (is_regular_) {
     return std::all_of(ties_.begin(), ties_.end(), [&](const Matching::Common& tie) {
-      return mesh.coordinate(from, tie.before.mesh_dim) / tie.before.below % tie.radix ==
-             mesh.coordinate(to, tie.after.mesh_dim) / tie.after.below % tie.radix;
+      return tie.before.value_at(mesh, from, tie.radix) == tie.after.value_at(mesh, to, tie.radix);
     });
   }
   for (size_t t = 0; t < ndim_; ++t) {

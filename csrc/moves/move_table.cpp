@@ -385,7 +385,7 @@ bool MoveTable::cuts_further(int tensor_dim, int before, int after) {
 }
 
 void MoveTable::set_closed_form(Pair& pair, const Matching& matching) const {
-  pair.shared = pair.shared_by_node = matching.free();
+  pair.shared = pair.shared_by_node = matching.elements_per_overlap();
   pair.sources = matching.sources();
   for (const Matching::Common& digit : matching.digits()) {
     const int from = digit.before.mesh_dim;
@@ -424,7 +424,7 @@ const MoveTable::Shares& MoveTable::shares(int tensor_dim, int before, int after
 
 MoveTable::Shares MoveTable::shares_by_digits(const Matching& matching, MeshDimSet varying, int64_t position) const {
   const auto varies = [&](const Matching::Owner& owner) { return varying.contains(owner.mesh_dim); };
-  Shares shares{matching.free(), 1, matching.free(), 1};
+  Shares shares{matching.elements_per_overlap(), 1, matching.elements_per_overlap(), 1};
   for (const Matching::Common& digit : matching.digits()) {
     const bool agrees = digit.agrees_at(layout_.mesh(), position);
     if (!agrees) shares.own = 0;

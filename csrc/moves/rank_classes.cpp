@@ -18,25 +18,6 @@ constexpr int64_t kMaxAllCoordinates = 64;
 constexpr size_t kMaxShapes = 24;
 constexpr int64_t kMaxPiecesCompared = 4096;
 
-// Returns the mesh dims of ties: digits that both layouts fix, by different coordinates.
-MeshDimSet dims_of_ties(const Matching& matching) {
-  MeshDimSet dims;
-  for (const Matching::Common& digit : matching.digits()) {
-    if (!digit.is_tie()) continue;
-    dims.insert(digit.before.mesh_dim);
-    dims.insert(digit.after.mesh_dim);
-  }
-  return dims;
-}
-
-// Returns the common digits (exchange/digits.h) of two lists of cuts; nullopt if a list has none or they do not match.
-std::optional<Matching> matching_of(const Mesh& mesh, int64_t n, std::span<const Cut> before,
-                                    std::span<const Cut> after) {
-  const auto held = digits_of(mesh, n, before);
-  const auto needed = held ? digits_of(mesh, n, after) : std::nullopt;
-  return needed ? Matching::of(n, *held, *needed) : std::nullopt;
-}
-
 }  // namespace
 
 std::vector<MeshDimSet> corners_of(MeshDimSet mesh_dims) {
@@ -157,8 +138,8 @@ void RankClasses::add(const Step& step, bool by_order) {
 // If both lists have digits, ranks differ only along ties. Otherwise the common beginning of the lists is followed part
 // by part; if only one list continues, its cuts are followed too, else each coordinate of the rest is its own range.
 void RankClasses::add_tensor_dim(int64_t n, std::span<const Cut> before, std::span<const Cut> after) {
-  if (const std::optional<Matching> matching = matching_of(mesh_, n, before, after)) {
-    return split_all(dims_of_ties(*matching));
+  if (const std::optional<Matching> matching = Matching::of_cuts(mesh_, n, before, after)) {
+    return split_all(matching->tied_dims());
   }
   const auto common = static_cast<size_t>(
       std::mismatch(before.begin(), before.end(), after.begin(), after.end()).first - before.begin());
