@@ -6,6 +6,11 @@
 // coordinates has a tensor of its own. An *axis shard* is one combination of coordinates on the mesh dims that cut the
 // axis. It has the list of the elements that the ranks with these coordinates store, in local order. A part is one
 // shard of each axis. The *candidate senders* of a part of the source are the ranks that have its shards.
+//
+// Example: (4, 6, 8) elements, of which the source flattens the first two dims and cuts them by a=2 as
+// Ragged(0,10:14), and the destination cuts dim 1 by a. Both sides have two axes: axis 0 of 24 elements and axis 1
+// of 8. On axis 0 the source's shards are [0, 10) and [10, 24), and the destination's are [0, 3) [6, 9) [12, 15) [18,
+// 21) and [3, 6) [9, 12) [15, 18) [21, 24). On axis 1 both sides have the one shard [0, 8).
 #pragma once
 
 #include <cstdint>
@@ -21,19 +26,20 @@ namespace shardwright {
 struct AxisGrid {
   // An axis. Axis shards are numbered by the coordinates on its mesh dims, row-major.
   struct Axis {
-    std::vector<int> mesh_dims;       // the mesh dims that cut the axis, in order of the cuts
-    std::vector<IntervalList> lists;  // by axis shard: its indices that may move, in local order
-    // Only with an index map, by axis shard: all elements of the local tensor along the axis, in local order. Elements
-    // that do not move have indices that no other list has.
-    std::vector<IntervalList> placed;
-    std::vector<LocalAxis> local;  // only with an index map, by axis shard: its dims in the local tensor
+    std::vector<int> mesh_dims;  // the mesh dims that cut the axis, in order of the cuts
+    // By axis shard: its indices, in local order. With an index map, only indices of elements that move.
+    std::vector<IntervalList> lists;
+    // Only with an index map, by axis shard: the indices of all elements of the local tensor along the axis, in local
+    // order. Elements that do not move have indices that are in no other list.
+    std::vector<IntervalList> local_lists;
+    std::vector<LocalAxis> local_axes;  // only with an index map, by axis shard: its dims in the local tensor
   };
 
   MeshPtr mesh;
   std::vector<Axis> axes;
   std::vector<std::vector<int64_t>> shards;  // by position and axis: the index of the rank's axis shard in Axis::lists
 
-  // Returns, by axis, the indices that the rank at a position holds and that may move.
+  // Returns, by axis, the indices that the rank at a position holds; with an index map, only indices that move.
   Region region(int64_t position) const { return region(position, &Axis::lists); }
   // Returns, by axis, all indices that the rank at a position holds. Its local tensor is the row-major product of these
   // lists.
@@ -42,6 +48,7 @@ struct AxisGrid {
   std::vector<LocalAxis> local_axes(int64_t position) const;
 
  private:
+  // Returns, by axis, the entry of `lists` for the rank's axis shard.
   Region region(int64_t position, std::vector<IntervalList> Axis::* lists) const;
 };
 
@@ -51,7 +58,7 @@ struct AxisGrids {
   AxisGrid dst;
 };
 
-// Returns the mesh dims whose reductions are pending both before and after a move on one mesh.
+// Returns the mesh dims whose reductions are pending both before and after a move; none if the meshes differ.
 MeshDimSet kept_partials(const Layout& src, const Layout& dst);
 
 // Returns both layouts on the same axes. They must describe the same tensor. Throws UserError if a flattened part has

@@ -1,8 +1,17 @@
 // The axes of an index map, and the elements of each of their shards.
 //
-// Words: an axis *of the map* is a MapAxis (exchange/index_map.h). An axis *of the grids* (exchange/axes.h) is a group
-// of such axes. A *local dim* is a dim of Layout::shape(): one tensor dim, or the flattened ones together. An *item* is
-// the move that the map describes.
+// An axis *of the map* is a MapAxis (exchange/index_map.h). An axis *of the grids* (exchange/axes.h) is a *group* of
+// axes of the map. A *local dim* is a dim of Layout::shape(): one tensor dim, or the flattened tensor dims together.
+//
+// Example: columns 4 and 5 of a flattened source (4, 6) move to columns 2 and 3 of (4, 4). The source flattens both
+// axes of the map, so they are one group of 4 x 2 = 8 indices: row * 2 + (column - 4). A rank that holds rows 0 and 1
+// of the source has 12 elements in its local tensor. Lister lists them by their indices in the group, in local order:
+//
+//   row 0    columns 0 to 3: [8, 12)     columns 4 and 5: [0, 2)
+//   row 1    columns 0 to 3: [14, 18)    columns 4 and 5: [2, 4)
+//
+// The elements in columns 0 to 3 do not move. They have indices from 8 on, by which no element of the destination is
+// numbered.
 #include <algorithm>
 #include <iterator>
 #include <map>
@@ -19,7 +28,7 @@ namespace {
 // combinations, row-major.
 using Group = std::vector<int>;
 
-// A tensor dim of a group: the range of its indices that the map moves, and the stride of its index in the group.
+// A tensor dim of a group: the range of its indices that the map moves, and the stride of the range in the group.
 struct Dim {
   int64_t size = 1;    // of the tensor dim
   int64_t begin = 0;   // first index of the range
@@ -35,22 +44,21 @@ struct LocalDim {
   std::vector<Dim> dims;  // the tensor dims of the group, merged where possible, outermost first
 };
 
-// The elements of a shard of an axis. `placed` has all elements, in local order, so an index in it is an index in the
-// local tensor. Elements that the item does not move have indices in `placed` that no other list has.
-struct Held {
-  IntervalList moved;
-  IntervalList placed;
+// The elements of a shard of an axis, by their indices in the group.
+struct ShardElements {
+  IntervalList moved;  // elements that the map moves, in local order
+  IntervalList local;  // all elements, in local order, so a position in the list is a position in the local tensor
 };
 
-// The source or the destination side of an item.
-struct SideOfItem {
+// The source or the destination of a map.
+struct Side {
   const Layout& layout;
   std::vector<Window> windows;  // by axis of the map: a window of a tensor dim
   bool is_source = true;
 };
 
-// Returns the groups of a map. Axes that the source flattens are one group, and so are axes that the destination
-// flattens. Both are one group together if some axis is in both.
+// Returns the groups of a map. The axes that the source flattens are one group, and the axes that the destination
+// flattens are one. If some axis is in both, all of them are one group. Every other axis is a group of its own.
 std::vector<Group> groups_of(const IndexMap& map, const Layout& src, const Layout& dst) {
   const auto is_flattened = [](int dim, const Layout& layout) {
     return layout.flattened() > 1 && dim >= 0 && dim < layout.flattened();
@@ -59,16 +67,16 @@ std::vector<Group> groups_of(const IndexMap& map, const Layout& src, const Layou
   Group of_dst;
   std::vector<Group> groups;
   const std::vector<MapAxis>& axes = map.axes();
-  bool overlap = false;
+  bool have_common_axis = false;
   for (int a = 0; a < static_cast<int>(axes.size()); ++a) {
     const bool in_src = is_flattened(axes[a].src_dim, src);
     const bool in_dst = is_flattened(axes[a].dst_dim, dst);
-    overlap = overlap || (in_src && in_dst);
+    have_common_axis = have_common_axis || (in_src && in_dst);
     if (in_src) of_src.push_back(a);
     if (in_dst) of_dst.push_back(a);
     if (!in_src && !in_dst) groups.push_back({a});
   }
-  if (overlap) {
+  if (have_common_axis) {
     for (const int a : of_dst) {
       if (std::find(of_src.begin(), of_src.end(), a) == of_src.end()) of_src.push_back(a);
     }
@@ -84,7 +92,7 @@ std::vector<Group> groups_of(const IndexMap& map, const Layout& src, const Layou
 }
 
 // Returns the number of indices of a group.
-int64_t num_elements(const Group& group, const SideOfItem& side) {
+int64_t num_indices(const Group& group, const Side& side) {
   int64_t elements = 1;
   for (const int a : group) elements *= side.windows[a].length;
   return elements;
@@ -92,7 +100,7 @@ int64_t num_elements(const Group& group, const SideOfItem& side) {
 
 // Returns the local dims that a group covers, in their order. Neighboring tensor dims of a flattened dim are merged if
 // their elements are contiguous in the group.
-std::vector<LocalDim> local_dims_of(const Group& group, const SideOfItem& side) {
+std::vector<LocalDim> local_dims_of(const Group& group, const Side& side) {
   const std::vector<int64_t> shape = side.layout.tensor_shape();
   std::map<int, Dim> dims;  // by tensor dim
   int64_t stride = 1;
@@ -119,55 +127,56 @@ std::vector<LocalDim> local_dims_of(const Group& group, const SideOfItem& side) 
   return local_dims;
 }
 
-// Lists the elements of a shard in local order. A run of the last dim is one interval, and a block that repeats at
-// equal distances is kept once.
+// Lists the elements of a shard in local order: a loop over its local dims, outermost first. A run of the last dim is
+// one interval, and a block that repeats at equal distances is stored once.
 class Lister {
  public:
-  // `num_indices` is the number of indices of the group.
+  // `lists` has the shard's indices of each local dim. `num_indices` is the number of indices of the group.
   Lister(const std::vector<LocalDim>& dims, std::vector<IntervalList> lists, int64_t num_indices, bool is_source)
       : dims_(dims), lists_(std::move(lists)), num_indices_(num_indices), is_source_(is_source) {}
 
   // Lists all elements. Call once.
-  Held held() {
+  ShardElements list() {
     if (dims_.empty()) return {{{0, 1}}, {{0, 1}}};
-    visit(0, 0, true);
-    return std::move(held_);
+    list_dims(0, 0, true);
+    return std::move(listed_);
   }
 
  private:
-  // A run of indices of a local dim. `index` is this dim's contribution to the group index of the first one.
+  // A run of indices of a local dim.
   struct Run {
-    int64_t index = 0;
-    int64_t length = 0;
-    int64_t stride = 0;
+    int64_t index = 0;   // contribution of the first index to the index in the group
+    int64_t length = 0;  // number of indices
+    int64_t stride = 0;  // between contributions of consecutive indices
     bool is_moved = true;
   };
 
-  // Lists the elements of the local dims from `d` on. `index` is the contribution of the dims before `d` to the group
-  // index. `is_moved` is false if the item does not move their indices.
-  void visit(size_t d, int64_t index, bool is_moved) {
+  // Lists all elements with one combination of indices of the local dims before `d`. `index` is the contribution of
+  // that combination to the index in the group. `is_moved` is false if the map does not move it.
+  void list_dims(size_t d, int64_t index, bool is_moved) {
     const std::vector<Dim>& dims = dims_[d].dims;
     for (const auto& [items, count, shift] : lists_[d].blocks()) {
       const int64_t end = items.back().end + (count - 1) * shift;
       const bool is_within =
           dims.size() == 1 && items.front().begin >= dims[0].begin && end <= dims[0].begin + dims[0].length;
       if (is_within) {
-        repeat(count, shift * dims[0].stride, [&](int64_t by) { visit_items(d, items, 0, index + by, is_moved); });
+        repeat(count, shift * dims[0].stride, [&](int64_t by) { list_intervals(d, items, 0, index + by, is_moved); });
       } else {
-        for (int64_t i = 0; i < count; ++i) visit_items(d, items, i * shift, index, is_moved);
+        for (int64_t i = 0; i < count; ++i) list_intervals(d, items, i * shift, index, is_moved);
       }
     }
   }
 
-  // Lists the elements with these intervals, shifted by `shift`, of local dim `d`.
-  void visit_items(size_t d, std::span<const Interval> items, int64_t shift, int64_t index, bool is_moved) {
+  // Lists the elements with these intervals of local dim `d`, shifted by `shift`. `index` and `is_moved` are those of
+  // list_dims().
+  void list_intervals(size_t d, std::span<const Interval> items, int64_t shift, int64_t index, bool is_moved) {
     for (const Interval& item : items) {
       for (const Run& run : runs_of(dims_[d].dims, item.shifted(shift))) {
-        const bool both = is_moved && run.is_moved;
+        const bool all_moved = is_moved && run.is_moved;
         if (d + 1 == dims_.size()) {
-          add({index + run.index, run.length, run.stride, both});
+          add({index + run.index, run.length, run.stride, all_moved});
         } else {
-          repeat(run.length, run.stride, [&](int64_t by) { visit(d + 1, index + run.index + by, both); });
+          repeat(run.length, run.stride, [&](int64_t by) { list_dims(d + 1, index + run.index + by, all_moved); });
         }
       }
     }
@@ -181,26 +190,28 @@ class Lister {
       for (int64_t i = 0; i < count; ++i) list_once(i * shift);
       return;
     }
-    Held before = std::exchange(held_, {});
+    ShardElements before = std::exchange(listed_, {});
     const int64_t position = position_;
     list_once(0);
-    const Held once = std::exchange(held_, std::move(before));
-    const IntervalList& list = once.placed;
+    const ShardElements once = std::exchange(listed_, std::move(before));
+    const IntervalList& list = once.local;
     const bool is_short = static_cast<int64_t>(list.size()) <= kMostInRepetition;
     if (is_short && once.moved == list && is_ascending(list) && span_of(list).extent() <= shift) {
       const std::vector<Interval> items(list.begin(), list.end());
-      held_.placed.append_repeated(items, shift, count);
-      held_.moved.append_repeated(items, shift, count);
+      listed_.local.append_repeated(items, shift, count);
+      listed_.moved.append_repeated(items, shift, count);
       position_ = position + count * (position_ - position);
       check_runs();
       return;
     }
-    for (const auto& block : list.blocks()) held_.placed.append(block);
-    for (const auto& block : once.moved.blocks()) held_.moved.append(block);
+    for (const auto& block : list.blocks()) listed_.local.append(block);
+    for (const auto& block : once.moved.blocks()) listed_.moved.append(block);
     for (int64_t i = 1; i < count; ++i) list_once(i * shift);
   }
 
-  // Returns the rows of the last dim in the interval, each divided at the beginning and end of the dim's range.
+  // Divides an interval of a local dim with these tensor dims into runs: at the ends of rows of the last tensor dim,
+  // and at the beginning and end of the range that the map moves. Example: rows of 6 columns, of which 4 and 5 move,
+  // divide [0, 12) into runs of 4, 2, 4 and 2.
   static std::vector<Run> runs_of(const std::vector<Dim>& dims, const Interval& interval) {
     std::vector<Run> runs;
     const Dim& last = dims.back();
@@ -227,19 +238,19 @@ class Lister {
     return runs;
   }
 
-  // Appends a run of the last local dim. Elements that are not moved get indices outside [0, num_indices_) that are
-  // different on the two sides.
+  // Appends a run of the last local dim. Elements that do not move have indices outside [0, num_indices_): above it on
+  // the source side, and below 0 on the destination side.
   void add(const Run& run) {
     if (!run.is_moved) {
-      const Interval elsewhere = is_source_ ? Interval{num_indices_ + position_, num_indices_ + position_ + run.length}
-                                            : Interval{-position_ - run.length, -position_};
-      append(held_.placed, elsewhere);
+      const Interval unmoved = is_source_ ? Interval{num_indices_ + position_, num_indices_ + position_ + run.length}
+                                          : Interval{-position_ - run.length, -position_};
+      append(listed_.local, unmoved);
     } else if (run.stride == 1 || run.length == 1) {
-      append(held_.placed, {run.index, run.index + run.length});
-      append(held_.moved, {run.index, run.index + run.length});
+      append(listed_.local, {run.index, run.index + run.length});
+      append(listed_.moved, {run.index, run.index + run.length});
     } else {
-      append_repeated(held_.placed, {run.index, run.index + 1}, run.stride, run.length);
-      append_repeated(held_.moved, {run.index, run.index + 1}, run.stride, run.length);
+      append_repeated(listed_.local, {run.index, run.index + 1}, run.stride, run.length);
+      append_repeated(listed_.moved, {run.index, run.index + 1}, run.stride, run.length);
     }
     check_runs();
     position_ += run.length;
@@ -247,7 +258,7 @@ class Lister {
 
   // Throws UserError if there are too many runs.
   void check_runs() const {
-    check_user(std::ssize(held_.placed.stored()) <= CutRule::kMaxRuns,
+    check_user(std::ssize(listed_.local.stored()) <= CutRule::kMaxRuns,
                "placements: number of runs in a part of the flattened dims must be at most 2^20 (a repeating "
                "block counts once), got more. First redistribute this tensor alone to a layout without flattened dims");
   }
@@ -260,20 +271,21 @@ class Lister {
   int64_t num_indices_;
   bool is_source_;
   int64_t position_ = 0;  // number of elements listed so far
-  Held held_;             // the result
+  ShardElements listed_;
 };
 
-// Merges the last dim into the one before it while the rows of the last dim are contiguous, so that they are one
-// interval.
-void join_whole_rows(std::vector<LocalDim>& dims, std::vector<IntervalList>& lists) {
+// Merges the last local dim into the one before it, as long as the shard holds whole rows of it that are contiguous in
+// the group. Then several rows are one interval. Example: [0, 2) of 4 rows and [0, 6) of 6 columns become [0, 12)
+// of 24.
+void merge_whole_rows(std::vector<LocalDim>& dims, std::vector<IntervalList>& lists) {
   while (dims.size() > 1) {
     const std::vector<Dim>& last = dims.back().dims;
     std::vector<Dim>& before = dims[dims.size() - 2].dims;
     if (last.size() > 1 || !last[0].is_whole() || lists.back() != IntervalList{{0, last[0].size}}) return;
     if (before.back().stride != last[0].size * last[0].stride) return;
     const int64_t row = last[0].size;
-    Dim& joined = before.back();
-    joined = {joined.size * row, joined.begin * row, joined.length * row, last[0].stride};
+    Dim& merged = before.back();
+    merged = {merged.size * row, merged.begin * row, merged.length * row, last[0].stride};
     lists.pop_back();
     IntervalList rows;
     for (const auto& [items, count, shift] : lists.back().blocks()) {
@@ -287,10 +299,10 @@ void join_whole_rows(std::vector<LocalDim>& dims, std::vector<IntervalList>& lis
 }
 
 // Returns the axis of a group on one side, with the elements of each of its shards.
-AxisGrid::Axis axis_of(const Group& group, const SideOfItem& from) {
-  const Layout& layout = from.layout;
+AxisGrid::Axis axis_of(const Group& group, const Side& side) {
+  const Layout& layout = side.layout;
   const Mesh& mesh = layout.mesh();
-  const std::vector<LocalDim> dims = local_dims_of(group, from);
+  const std::vector<LocalDim> dims = local_dims_of(group, side);
   AxisGrid::Axis axis;
   for (const LocalDim& dim : dims) {
     for (const Cut& cut : layout.cuts(dim.index)) axis.mesh_dims.push_back(cut.mesh_dim);
@@ -305,22 +317,22 @@ AxisGrid::Axis axis_of(const Group& group, const SideOfItem& from) {
       local.dims.push_back(dim.index);
       local.sizes.push_back(length(lists.back()));
     }
-    std::vector<LocalDim> seen = dims;
-    join_whole_rows(seen, lists);
-    Held held = Lister(seen, std::move(lists), num_elements(group, from), from.is_source).held();
-    axis.lists.push_back(std::move(held.moved));
-    axis.placed.push_back(std::move(held.placed));
-    axis.local.push_back(std::move(local));
+    std::vector<LocalDim> merged = dims;
+    merge_whole_rows(merged, lists);
+    ShardElements elements = Lister(merged, std::move(lists), num_indices(group, side), side.is_source).list();
+    axis.lists.push_back(std::move(elements.moved));
+    axis.local_lists.push_back(std::move(elements.local));
+    axis.local_axes.push_back(std::move(local));
   }
   return axis;
 }
 
 // Returns the grid of one side.
-AxisGrid grid_of(const SideOfItem& from, const std::vector<Group>& groups) {
-  const Mesh& mesh = from.layout.mesh();
-  AxisGrid grid{from.layout.mesh_ptr(), {}, std::vector<std::vector<int64_t>>(mesh.size())};
+AxisGrid grid_of(const Side& side, const std::vector<Group>& groups) {
+  const Mesh& mesh = side.layout.mesh();
+  AxisGrid grid{side.layout.mesh_ptr(), {}, std::vector<std::vector<int64_t>>(mesh.size())};
   for (const Group& group : groups) {
-    grid.axes.push_back(axis_of(group, from));
+    grid.axes.push_back(axis_of(group, side));
     for (int64_t p = 0; p < mesh.size(); ++p) {
       grid.shards[p].push_back(mesh.coordinate_index(p, grid.axes.back().mesh_dims));
     }
