@@ -1,5 +1,10 @@
 // Intersections of the parts of one tensor dim with a list of its indices (the *target*), without visiting ranks one
 // by one.
+//
+// Example: 12 indices cut by a=2, then b=2, into [0, 3) [3, 6) [6, 9) [9, 12). The target is [2, 10).
+//
+//   varying = {a, b}                        for_each_overlap() visits (1, 1) (3, 1) (3, 1) (1, 1); overlap() is {8, 4}
+//   varying = {b}, position at a=1, b=0     for_each_overlap() visits (3, 1) (1, 1); overlap() is {4, 2}
 #pragma once
 
 #include <cstdint>
@@ -11,9 +16,9 @@
 
 namespace shardwright {
 
-// The parts of a tensor dim that intersect a target.
+// Counts of the parts that intersect a target.
 struct AxisOverlap {
-  int64_t elements = 0;  // number of their indices in the target, summed over these parts
+  int64_t elements = 0;  // sum over these parts: number of indices of the part that are in the target
   int64_t parts = 0;     // number of these parts
 };
 
