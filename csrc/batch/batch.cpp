@@ -107,7 +107,7 @@ std::string Batch::to_bytes() const {
   std::vector<std::vector<int64_t>> maps;  // distinct maps, as words
   std::vector<int64_t> words;              // source, destination and map of each item
   for (const BatchItem& item : items) {
-    std::vector<int64_t> map = item.map.words();
+    std::vector<int64_t> map = item.map.encoding();
     const auto [found, is_new] = index_of_map.try_emplace(map, static_cast<int64_t>(maps.size()));
     if (is_new) maps.push_back(std::move(map));
     words.insert(words.end(), {item.source, item.destination, found->second});

@@ -91,7 +91,7 @@ void BatchPlan::find_kinds() {
     const BatchItem& item = batch_.items[i];
     const Layout& src = batch_.sources[item.source];
     const Layout& dst = batch_.destinations[item.destination];
-    const int map = maps.try_emplace(item.map.words(), static_cast<int>(maps.size())).first->second;
+    const int map = maps.try_emplace(item.map.encoding(), static_cast<int>(maps.size())).first->second;
     const auto [found, is_new] = families.try_emplace({layouts.of(src), layouts.of(dst), map});
     Family& family = found->second;
     if (is_new) {

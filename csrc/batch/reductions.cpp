@@ -78,7 +78,7 @@ std::vector<BatchReduction> reductions_of(const Batch& batch) {
     const Layout& src = batch.sources[source];
     std::vector<std::vector<int64_t>> key{{layouts.of(src)}};
     for (const BatchItem* item : items) {
-      key.push_back(item->map.words());
+      key.push_back(item->map.encoding());
       key.back().push_back(layouts.of(batch.destinations[item->destination]));
     }
     auto found = known.find(key);

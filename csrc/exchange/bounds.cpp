@@ -39,26 +39,28 @@ class Bounds {
       parts.dst_position = static_cast<int64_t>(p);
       parts.dst_part = dst_.part_replica_at(parts.dst_position).part;
       if (parts.src_part == kNone) continue;
-      if (shared(parts.src_part, parts.dst_part) > 0) own_[{parts.src_part, parts.dst_part}].push_back(&parts);
+      if (elements_of_cell(parts.src_part, parts.dst_part) > 0)
+        keepers_[{parts.src_part, parts.dst_part}].push_back(&parts);
     }
   }
 
-  // Returns the bounds of ranks if neither layout has partials.
-  ExchangeBound without_pending() const {
+  // Returns the bounds for ranks (not for nodes) if neither layout has partials.
+  ExchangeBound without_reductions() const {
     ExchangeBound bound;
     int64_t received_max = 0;
     int64_t received_sum = 0;
     for (const auto& [rank, parts] : parts_of_) {
       if (parts.dst_part == kNone) continue;
-      const int64_t kept = parts.src_part == kNone ? 0 : shared(parts.src_part, parts.dst_part);
-      const int64_t missing = size_of_dst(parts.dst_part) - kept;
+      const int64_t kept = parts.src_part == kNone ? 0 : elements_of_cell(parts.src_part, parts.dst_part);
+      const int64_t missing = dst_part_size(parts.dst_part) - kept;
       received_max = std::max(received_max, missing);
       received_sum += missing;
     }
     bound.direct_sent = {0, src_.replicas()};
-    const std::vector<int64_t> wanted = wanted_of_parts();
-    for (const int64_t elements : wanted) bound.direct_sent.numerator = std::max(bound.direct_sent.numerator, elements);
-    forward(received_sum, bound);
+    const std::vector<int64_t> requested = requested_of_parts();
+    for (const int64_t elements : requested)
+      bound.direct_sent.numerator = std::max(bound.direct_sent.numerator, elements);
+    set_forwarding_bounds(received_sum, bound);
     const int64_t item = src_layout_.dtype().size_bytes();
     bound.received_bytes_max = received_max * item;
     bound.received_bytes_sum = received_sum * item;
@@ -67,16 +69,17 @@ class Bounds {
     return bound;
   }
 
-  // Returns the bounds of ranks if a layout has partials: the least number of transfers of all ranks, and its mean.
-  ExchangeBound with_pending() const {
+  // Returns the bounds for ranks (not for nodes) if a layout has partials: a lower bound on the transfers of all ranks
+  // together, and its mean over ranks.
+  ExchangeBound with_reductions() const {
     const int64_t contributions = src_layout_.mesh().group_size(src_layout_.partial_dims());
     const int64_t replicas = dst_layout_.mesh().group_size(dst_layout_.replicated_dims());
     int64_t transfers = src_layout_.num_elements() * (contributions + replicas - 1);
-    for (const auto& [cell, ranks] : own_) {
-      std::set<int64_t> pending;
+    for (const auto& [cell, ranks] : keepers_) {
+      std::set<int64_t> contributions_of_cell;
       std::set<int64_t> replicas_of_cell;
       for (const RankParts* parts : ranks) {
-        pending.insert(
+        contributions_of_cell.insert(
             src_layout_.mesh().coordinate_index(parts->src_position, src_layout_.partial_dims().to_vector()));
         replicas_of_cell.insert(
             dst_layout_.mesh().coordinate_index(parts->dst_position, dst_layout_.replicated_dims().to_vector()));
@@ -84,8 +87,8 @@ class Bounds {
       // A rank in both sets saves one transfer: it has one contribution, and is one replica. Without pending
       // reductions, every replica that holds the value saves one.
       auto saved = static_cast<int64_t>(replicas_of_cell.size());
-      if (contributions > 1) saved = std::min(saved, static_cast<int64_t>(pending.size()));
-      transfers -= shared(cell.first, cell.second) * saved;
+      if (contributions > 1) saved = std::min(saved, static_cast<int64_t>(contributions_of_cell.size()));
+      transfers -= elements_of_cell(cell.first, cell.second) * saved;
     }
     ExchangeBound bound;
     bound.direct_is_exact = bound.forwarded_is_exact = false;
@@ -98,15 +101,15 @@ class Bounds {
     return bound;
   }
 
-  // Sets the bounds on bytes that enter nodes. Parts of the destination are disjoint, so the ranks of a node need the
-  // sum of the sizes of their parts.
-  void into_nodes(int64_t ranks_per_node, ExchangeBound& bound) const {
+  // Sets the bounds on bytes that enter nodes. Parts of the destination are disjoint, so the ranks of a node together
+  // need the sum of the sizes of their different parts.
+  void set_bounds_into_nodes(int64_t ranks_per_node, ExchangeBound& bound) const {
     if (ranks_per_node <= 0 || ranks_per_node > ExchangeBound::kMaxNode) return;
     const int64_t item = src_layout_.dtype().size_bytes();
     for (auto at = parts_of_.begin(); at != parts_of_.end();) {
       const int64_t node = to_int(at->first) / ranks_per_node;
-      std::set<int64_t> held;
-      std::set<int64_t> needed;
+      std::set<int64_t> held;    // parts of the source that ranks of the node hold
+      std::set<int64_t> needed;  // parts of the destination that ranks of the node need
       int64_t ranks = 0;
       for (; at != parts_of_.end() && to_int(at->first) / ranks_per_node == node; ++at, ++ranks) {
         if (at->second.src_part != kNone) held.insert(at->second.src_part);
@@ -114,8 +117,8 @@ class Bounds {
       }
       int64_t missing = 0;
       for (const int64_t part : needed) {
-        missing += size_of_dst(part);
-        for (const int64_t own : held) missing -= shared(own, part);
+        missing += dst_part_size(part);
+        for (const int64_t own : held) missing -= elements_of_cell(own, part);
       }
       bound.node_bytes_max = std::max(bound.node_bytes_max, missing * item);
       bound.node_bytes_per_rank = std::max(bound.node_bytes_per_rank, ceil_divide(missing, ranks) * item);
@@ -123,18 +126,18 @@ class Bounds {
   }
 
   // Sets the bound on bytes that leave nodes: elements of parts that only one node holds and another node needs.
-  void out_of_nodes(int64_t ranks_per_node, ExchangeBound& bound) const {
+  void set_bounds_out_of_nodes(int64_t ranks_per_node, ExchangeBound& bound) const {
     if (ranks_per_node <= 0 || num_cells() > ExchangeBound::kMaxCells) return;
-    std::map<int64_t, int64_t> ranks;
-    std::vector<std::set<int64_t>> senders(src_.parts());  // nodes, by part
-    std::vector<std::set<int64_t>> receivers(dst_.parts());
+    std::map<int64_t, int64_t> ranks;                        // number of ranks by node
+    std::vector<std::set<int64_t>> senders(src_.parts());    // nodes by part of the source
+    std::vector<std::set<int64_t>> receivers(dst_.parts());  // nodes by part of the destination
     for (const auto& [rank, parts] : parts_of_) {
       const int64_t node = to_int(rank) / ranks_per_node;
       ++ranks[node];
       if (parts.src_part != kNone) senders[parts.src_part].insert(node);
       if (parts.dst_part != kNone) receivers[parts.dst_part].insert(node);
     }
-    std::map<int64_t, int64_t> leaving;
+    std::map<int64_t, int64_t> leaving;  // number of elements by node
     for (int64_t part = 0; part < src_.parts(); ++part) {
       if (senders[part].size() > 1) continue;
       const int64_t node = *senders[part].begin();
@@ -161,7 +164,7 @@ class Bounds {
   using Cell = std::pair<int64_t, int64_t>;  // parts of source and destination
 
   // Returns the number of elements of a cell.
-  int64_t shared(int64_t src_part, int64_t dst_part) const {
+  int64_t elements_of_cell(int64_t src_part, int64_t dst_part) const {
     const std::span<const int64_t> from = src_.shards_of(src_part);
     const std::span<const int64_t> to = dst_.shards_of(dst_part);
     int64_t elements = 1;
@@ -172,44 +175,46 @@ class Bounds {
     return elements;
   }
 
-  // Return the number of elements of a part.
-  int64_t size_of_dst(int64_t part) const {
+  // Return the number of elements of a part of the destination, and of the source.
+  int64_t dst_part_size(int64_t part) const {
     const std::span<const int64_t> shards = dst_.shards_of(part);
     int64_t elements = 1;
     for (size_t t = 0; t < overlaps_.size(); ++t) elements *= length(dst_.lists(static_cast<int>(t))[shards[t]]);
     return elements;
   }
 
-  int64_t size_of_src(int64_t part) const {
+  int64_t src_part_size(int64_t part) const {
     const std::span<const int64_t> shards = src_.shards_of(part);
     int64_t elements = 1;
     for (size_t t = 0; t < overlaps_.size(); ++t) elements *= length(src_.lists(static_cast<int>(t))[shards[t]]);
     return elements;
   }
 
-  // Returns, for each part of the source, the sum over its elements of the number of receivers.
-  std::vector<int64_t> wanted_of_parts() const {
-    std::vector<int64_t> wanted(src_.parts());
-    for (int64_t part = 0; part < src_.parts(); ++part) wanted[part] = size_of_src(part) * dst_.replicas();
-    for (const auto& [cell, ranks] : own_) {
-      wanted[cell.first] -= shared(cell.first, cell.second) * static_cast<int64_t>(ranks.size());
+  // Returns, for each part of the source, the number of elements that its receivers need, summed over receivers.
+  std::vector<int64_t> requested_of_parts() const {
+    std::vector<int64_t> requested(src_.parts());
+    for (int64_t part = 0; part < src_.parts(); ++part) requested[part] = src_part_size(part) * dst_.replicas();
+    for (const auto& [cell, ranks] : keepers_) {
+      requested[cell.first] -= elements_of_cell(cell.first, cell.second) * static_cast<int64_t>(ranks.size());
     }
-    return wanted;
+    return requested;
   }
 
   // Returns, for each part of the source, the number of elements that some rank needs and does not hold.
   std::vector<int64_t> leaving_of_parts() const {
     std::vector<int64_t> leaving(src_.parts());
-    for (int64_t part = 0; part < src_.parts(); ++part) leaving[part] = size_of_src(part);
-    for (const auto& [cell, ranks] : own_) {
+    for (int64_t part = 0; part < src_.parts(); ++part) leaving[part] = src_part_size(part);
+    for (const auto& [cell, ranks] : keepers_) {
       if (static_cast<int64_t>(ranks.size()) == dst_.replicas()) {
-        leaving[cell.first] -= shared(cell.first, cell.second);
+        leaving[cell.first] -= elements_of_cell(cell.first, cell.second);
       }
     }
     return leaving;
   }
 
-  // Calls visit(part of the destination, elements in common) for every part that overlaps a part of the source.
+  // Calls visit(part, elements) for every part of the destination that has elements in common with a part of the
+  // source. `shards` and `elements` are for the recursion over tensor dims: the shards chosen so far, and the number of
+  // common indices on their dims.
   template <typename Visit>
   void for_each_overlap(int64_t src_part, const Visit& visit, std::vector<int64_t> shards = {},
                         int64_t elements = 1) const {
@@ -237,11 +242,11 @@ class Bounds {
   }
 
   // Sets the bounds for algorithms that forward data. `received_sum` is the number of elements that all ranks receive.
-  void forward(int64_t received_sum, ExchangeBound& bound) const {
+  void set_forwarding_bounds(int64_t received_sum, ExchangeBound& bound) const {
     const std::vector<int64_t> leaving = leaving_of_parts();
     const Ratio mean{received_sum, static_cast<int64_t>(parts_of_.size())};
-    const Ratio out{*std::max_element(leaving.begin(), leaving.end()), src_.replicas()};
-    const Ratio& any = out.rounded_up() > mean.rounded_up() ? out : mean;
+    const Ratio least_out{*std::max_element(leaving.begin(), leaving.end()), src_.replicas()};
+    const Ratio& any = least_out.rounded_up() > mean.rounded_up() ? least_out : mean;
     bound.any_sent_bytes_max = any.rounded_up() * src_layout_.dtype().size_bytes();
     bound.forwarded_is_exact = num_cells() <= ExchangeBound::kMaxCells;
     bound.forwarded_sent = bound.forwarded_is_exact ? min_max_load(forwarded_work(leaving)) : any;
@@ -249,25 +254,27 @@ class Bounds {
 
   // Returns the work of the bound `forwarded`, as teams, pools and jobs (exchange/load.h). A team is the ranks with the
   // same part of the source and the same part of the destination. A pool is all ranks with one part of the source, or
-  // all ranks with one part of the destination.
+  // all ranks with one part of the destination. Each part of the source is one job of its candidate senders: the one
+  // copy of its elements that must leave them. Each cell is one job of its senders and receivers: all further copies.
   SharedWork forwarded_work(const std::vector<int64_t>& leaving) const {
     SharedWork work;
     work.pools.resize(src_.parts() + dst_.parts());
     std::map<Cell, int> teams;
     for (const auto& [rank, parts] : parts_of_) {
-      const auto [found, is_new] = teams.try_emplace({parts.src_part, parts.dst_part}, static_cast<int>(teams.size()));
+      const auto [team, is_new] = teams.try_emplace({parts.src_part, parts.dst_part}, static_cast<int>(teams.size()));
       if (is_new) {
         work.team_sizes.push_back(0);
-        if (parts.src_part != kNone) work.pools[parts.src_part].push_back(found->second);
-        if (parts.dst_part != kNone) work.pools[src_.parts() + parts.dst_part].push_back(found->second);
+        if (parts.src_part != kNone) work.pools[parts.src_part].push_back(team->second);
+        if (parts.dst_part != kNone) work.pools[src_.parts() + parts.dst_part].push_back(team->second);
       }
-      ++work.team_sizes[found->second];
+      ++work.team_sizes[team->second];
     }
     for (int64_t part = 0; part < src_.parts(); ++part) {
       if (leaving[part] > 0) work.jobs.push_back({leaving[part], {static_cast<int>(part)}});
       for_each_overlap(part, [&](int64_t other, int64_t elements) {
-        const auto own = own_.find({part, other});
-        const int64_t receivers = dst_.replicas() - (own == own_.end() ? 0 : static_cast<int64_t>(own->second.size()));
+        const auto keepers = keepers_.find({part, other});
+        const int64_t receivers =
+            dst_.replicas() - (keepers == keepers_.end() ? 0 : static_cast<int64_t>(keepers->second.size()));
         if (receivers < 2) return;
         work.jobs.push_back(
             {elements * (receivers - 1), {static_cast<int>(part), static_cast<int>(src_.parts() + other)}});
@@ -282,7 +289,7 @@ class Bounds {
   Grid dst_;
   std::vector<ShardOverlaps> overlaps_;
   std::map<Rank, RankParts> parts_of_;
-  std::map<Cell, std::vector<const RankParts*>> own_;  // by cell: the ranks that hold and need it
+  std::map<Cell, std::vector<const RankParts*>> keepers_;  // by cell: the ranks that hold it and need it
 };
 
 }  // namespace
@@ -292,10 +299,10 @@ ExchangeBound exchange_bound(const Layout& src, const Layout& dst, int64_t ranks
   check_invariant(src.shape() == dst.shape() && src.dtype() == dst.dtype(),
                   "the layouts of a bound differ in shape or dtype: ", src, " and ", dst);
   const Bounds bounds(src, dst);
-  if (!src.partial_dims().empty() || !dst.partial_dims().empty()) return bounds.with_pending();
-  ExchangeBound bound = bounds.without_pending();
-  bounds.into_nodes(ranks_per_node, bound);
-  bounds.out_of_nodes(ranks_per_node, bound);
+  if (!src.partial_dims().empty() || !dst.partial_dims().empty()) return bounds.with_reductions();
+  ExchangeBound bound = bounds.without_reductions();
+  bounds.set_bounds_into_nodes(ranks_per_node, bound);
+  bounds.set_bounds_out_of_nodes(ranks_per_node, bound);
   return bound;
 }
 

@@ -16,6 +16,14 @@ namespace shardwright {
 // element are necessary. If `dst` is partial, a rank may hold any share of the value, so D counts ranks that differ
 // only in partial mesh dims once. With pending reductions the bound for the busiest rank is the mean, and
 // direct_is_exact and forwarded_is_exact are false.
+//
+// Example: 12 elements that ranks 0 and 1 hold as S(0), and that ranks 2, 3 and 4 need as R. There are two cells of 6
+// elements, each with one sender and three receivers.
+//
+//   received     12 by each of ranks 2, 3 and 4, 36 by all
+//   direct       18: ranks 0 and 1 each send 6 elements to three ranks
+//   forwarded    36 / 5, rounded up to 8: ranks 0 and 1 need only send 6 each; all five ranks can share the other 24
+//   any          8: the mean of 36 over five ranks, which is more than the 6 elements that must leave rank 0
 struct ExchangeBound {
   // A rank must receive the elements that it needs and does not hold.
   int64_t received_bytes_max = 0;  // of the rank that must receive the most

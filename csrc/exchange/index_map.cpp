@@ -8,14 +8,14 @@ namespace shardwright {
 namespace {
 
 // Returns the text of one side of an axis: "0[3]" if the dim is fixed, else "0[4:8]".
-std::string side(int dim, int64_t begin, int64_t length, bool is_fixed) {
+std::string side_text(int dim, int64_t begin, int64_t length, bool is_fixed) {
   return is_fixed ? concat(dim, "[", begin, "]") : concat(dim, "[", begin, ":", begin + length, "]");
 }
 
 // Checks one side of all axes: every dim of `shape` must be on one axis, and every range within its dim.
 void check_side(const std::vector<Window>& windows, const std::vector<int64_t>& shape, const std::string& side,
                 const std::string& argument) {
-  std::vector<int> times(shape.size(), 0);
+  std::vector<int> num_axes(shape.size(), 0);  // by dim
   for (const Window& window : windows) {
     if (window.tensor_dim == Window::kNoDim) {
       check_user(window.begin == 0 && window.length == 1, argument, ": range of an axis without a ", side,
@@ -27,14 +27,14 @@ void check_side(const std::vector<Window>& windows, const std::vector<int64_t>& 
       throw UserError(
           concat(argument, ": ", side, " dim must be a dim of the shape [", join(shape), "], got ", window.tensor_dim));
     }
-    ++times[window.tensor_dim];
+    ++num_axes[window.tensor_dim];
     const int64_t size = shape[window.tensor_dim];
     check_user(window.begin >= 0 && window.length >= 0 && window.begin <= size && window.length <= size - window.begin,
                argument, ": range of ", side, " dim ", window.tensor_dim, " must be within [0, ", size, "), got [",
                window.begin, ", ", window.begin + window.length, ")");
   }
-  for (size_t d = 0; d < times.size(); ++d) {
-    check_user(times[d] == 1, argument, ": ", side, " dim ", d, " must be on one axis, got ", times[d], " axes");
+  for (size_t d = 0; d < num_axes.size(); ++d) {
+    check_user(num_axes[d] == 1, argument, ": ", side, " dim ", d, " must be on one axis, got ", num_axes[d], " axes");
   }
 }
 
@@ -64,12 +64,12 @@ int64_t IndexMap::num_elements() const {
   return elements;
 }
 
-std::vector<int64_t> IndexMap::words() const {
-  std::vector<int64_t> words;
+std::vector<int64_t> IndexMap::encoding() const {
+  std::vector<int64_t> numbers;
   for (const MapAxis& axis : axes_) {
-    words.insert(words.end(), {axis.src_dim, axis.dst_dim, axis.src_begin, axis.dst_begin, axis.length});
+    numbers.insert(numbers.end(), {axis.src_dim, axis.dst_dim, axis.src_begin, axis.dst_begin, axis.length});
   }
-  return words;
+  return numbers;
 }
 
 void IndexMap::check(const std::vector<int64_t>& src_shape, const std::vector<int64_t>& dst_shape,
@@ -89,9 +89,9 @@ std::string IndexMap::to_string() const {
   for (const MapAxis& axis : axes_) {
     const bool is_fixed = axis.src_dim == MapAxis::kNoDim || axis.dst_dim == MapAxis::kNoDim;
     std::string text;
-    if (axis.src_dim != MapAxis::kNoDim) text += side(axis.src_dim, axis.src_begin, axis.length, is_fixed);
+    if (axis.src_dim != MapAxis::kNoDim) text += side_text(axis.src_dim, axis.src_begin, axis.length, is_fixed);
     text += axis.dst_dim == MapAxis::kNoDim ? " ->" : axis.src_dim == MapAxis::kNoDim ? "-> " : " -> ";
-    if (axis.dst_dim != MapAxis::kNoDim) text += side(axis.dst_dim, axis.dst_begin, axis.length, is_fixed);
+    if (axis.dst_dim != MapAxis::kNoDim) text += side_text(axis.dst_dim, axis.dst_begin, axis.length, is_fixed);
     texts.push_back(std::move(text));
   }
   return join(texts);

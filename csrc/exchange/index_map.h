@@ -48,8 +48,8 @@ class IndexMap {
   std::vector<Window> src_windows() const;
   std::vector<Window> dst_windows() const;
   int64_t num_elements() const;  // number of elements that the map moves
-  // Returns five numbers for each axis, in the order of MapAxis' members. Equal maps have equal words.
-  std::vector<int64_t> words() const;
+  // Returns five numbers for each axis: the members of MapAxis in order. Maps are equal if their encodings are.
+  std::vector<int64_t> encoding() const;
 
   // Throws UserError that names `argument` unless every dim of both shapes is on exactly one axis, ranges lie within
   // their dims, and axes with one dim have length 1.

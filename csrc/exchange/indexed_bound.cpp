@@ -15,8 +15,8 @@ namespace {
 
 // Sets the bounds of nodes. Elements must enter a node if a rank of the node needs them and none holds them. Elements
 // must leave a node if only its ranks hold them and a rank of another node needs them.
-void bound_nodes(const Cells& cells, const std::vector<Rank>& ranks, int64_t ranks_per_node, int64_t item_bytes,
-                 ExchangeBound& bound) {
+void set_node_bounds(const Cells& cells, const std::vector<Rank>& ranks, int64_t ranks_per_node, int64_t item_bytes,
+                     ExchangeBound& bound) {
   if (ranks_per_node <= 0) return;
   struct Node {
     int64_t ranks = 0;
@@ -40,23 +40,23 @@ void bound_nodes(const Cells& cells, const std::vector<Rank>& ranks, int64_t ran
     if (holding.size() == 1 && !(needing == holding)) nodes[*holding.begin()].leaving += cell.elements;
   }
   for (const auto& [node_index, node] : nodes) {
-    const auto most = [&](int64_t& of_all, int64_t elements) { of_all = std::max(of_all, elements * item_bytes); };
-    most(bound.node_bytes_per_rank, ceil_divide(node.entering, node.ranks));
-    most(bound.leaving_bytes_per_rank, ceil_divide(node.leaving, node.ranks));
-    if (ranks_per_node <= ExchangeBound::kMaxNode) most(bound.node_bytes_max, node.entering);
+    const auto raise = [&](int64_t& bytes, int64_t elements) { bytes = std::max(bytes, elements * item_bytes); };
+    raise(bound.node_bytes_per_rank, ceil_divide(node.entering, node.ranks));
+    raise(bound.leaving_bytes_per_rank, ceil_divide(node.leaving, node.ranks));
+    if (ranks_per_node <= ExchangeBound::kMaxNode) raise(bound.node_bytes_max, node.entering);
   }
 }
 
-// Returns the least number of transfers. Each element takes as many as it has contributions and replicas of the result,
-// less two. A mesh dim that becomes partial needs only one replica.
-int64_t transfers_with_pending(const Layout& src, const Layout& dst, MeshDimSet kept) {
+// Returns a lower bound on the number of transfers of all ranks together: for each element, its number of contributions
+// plus its number of replicas in the destination, less two. A mesh dim that becomes partial needs only one replica.
+int64_t transfers_with_reductions(const Layout& src, const Layout& dst, MeshDimSet kept) {
   const Mesh& mesh = src.mesh();
   const int64_t contributions = mesh.group_size(src.partial_dims() - kept);
-  int64_t results = 0;
-  for (int64_t p = 0; p < dst.mesh().size(); ++p) results += num_elements(dst.region(p));
-  results /= dst.mesh().group_size(dst.partial_dims() - kept);
+  int64_t needed = 0;  // elements of all replicas
+  for (int64_t p = 0; p < dst.mesh().size(); ++p) needed += num_elements(dst.region(p));
+  needed /= dst.mesh().group_size(dst.partial_dims() - kept);
   const int64_t tensors = src.num_elements() * mesh.group_size(kept);
-  return std::max<int64_t>(tensors * (contributions - 2) + results, 0);
+  return std::max<int64_t>(tensors * (contributions - 2) + needed, 0);
 }
 
 }  // namespace
@@ -75,7 +75,7 @@ ExchangeBound indexed_bound(const Layout& src, const Layout& dst, int64_t ranks_
   int64_t sum = 0;
   int64_t most = 0;
   if (reduces) {
-    sum = transfers_with_pending(src, dst, kept);
+    sum = transfers_with_reductions(src, dst, kept);
     most = ceil_divide(sum, all);
   } else {
     const IndexedExchange exchange(grids, item, ReplicaPolicy::kWholeMessages);
@@ -89,17 +89,17 @@ ExchangeBound indexed_bound(const Layout& src, const Layout& dst, int64_t ranks_
   bound.received_bytes_sum = sum * item;
   bound.direct_sent = {sum, reduces ? all : src.mesh().size()};
   bound.forwarded_sent = {sum, all};
-  int64_t any = bound.forwarded_sent.rounded_up();
+  int64_t any_sent = bound.forwarded_sent.rounded_up();
   if (const std::optional<Cells> cells = reduces ? std::nullopt : Cells::of(grids.src, grids.dst, ranks)) {
     bound.direct_sent = cells->direct_load();
     bound.forwarded_sent = cells->forwarded_load();
     bound.direct_is_exact = bound.forwarded_is_exact = true;
-    any = std::max(any, cells->leaving_load().rounded_up());
-    bound_nodes(*cells, ranks, ranks_per_node, item, bound);
+    any_sent = std::max(any_sent, cells->leaving_load().rounded_up());
+    set_node_bounds(*cells, ranks, ranks_per_node, item, bound);
   }
   bound.direct_sent_bytes_max = bound.direct_sent.rounded_up() * item;
   bound.forwarded_sent_bytes_max = bound.forwarded_sent.rounded_up() * item;
-  bound.any_sent_bytes_max = any * item;
+  bound.any_sent_bytes_max = any_sent * item;
   return bound;
 }
 
