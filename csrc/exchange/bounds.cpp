@@ -39,8 +39,8 @@ class Bounds {
       parts.dst_position = static_cast<int64_t>(p);
       parts.dst_part = dst_.part_replica_at(parts.dst_position).part;
       if (parts.src_part == kNone) continue;
-      if (elements_of_cell(parts.src_part, parts.dst_part) > 0)
-        keepers_[{parts.src_part, parts.dst_part}].push_back(&parts);
+      const Cell cell{parts.src_part, parts.dst_part};
+      if (elements_of_cell(cell.first, cell.second) > 0) keepers_[cell].push_back(&parts);
     }
   }
 
@@ -56,10 +56,7 @@ class Bounds {
       received_max = std::max(received_max, missing);
       received_sum += missing;
     }
-    bound.direct_sent = {0, src_.replicas()};
-    const std::vector<int64_t> requested = requested_of_parts();
-    for (const int64_t elements : requested)
-      bound.direct_sent.numerator = std::max(bound.direct_sent.numerator, elements);
+    bound.direct_sent = {std::ranges::max(requested_of_parts()), src_.replicas()};
     set_forwarding_bounds(received_sum, bound);
     const int64_t item = src_layout_.dtype().size_bytes();
     bound.received_bytes_max = received_max * item;

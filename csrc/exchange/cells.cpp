@@ -13,7 +13,8 @@ constexpr int64_t kMaxMembers = int64_t{1} << 17;
 
 }  // namespace
 
-// Builds SharedWork from jobs that the ranks of some sets may do. Every set consists of complete teams.
+// Builds SharedWork (exchange/load.h) from jobs and the sets of ranks that may do them. Every set consists of complete
+// teams.
 struct Cells::Work {
   explicit Work(const Cells& cells) : cells(cells) {
     for (const std::vector<size_t>& team : cells.teams_) {
@@ -21,7 +22,7 @@ struct Cells::Work {
     }
   }
 
-  // Adds a job that any ranks of these sets may do.
+  // Adds a job that all ranks of these sets may do.
   void add(int64_t amount, const std::vector<const IndexSet*>& sets) {
     if (amount == 0) return;
     SharedWork::Job job{amount, {}};
@@ -68,7 +69,8 @@ std::optional<Cells> Cells::of(const AxisGrid& src, const AxisGrid& dst, const s
   return cells;
 }
 
-// Divides an axis into ranges within samples, and collects the ranges of the same shards in one class.
+// Divides an axis into ranges of indices that are on the same shards, within samples (exchange/samples.h), and collects
+// the ranges with equal shards in one class. Lists of the source come first in `lists`, then lists of the destination.
 bool Cells::find_classes(const AxisGrid& src, const AxisGrid& dst, const std::vector<Rank>& ranks, size_t axis) {
   const std::vector<IntervalList>& before = src.axes[axis].lists;
   const std::vector<IntervalList>& after = dst.axes[axis].lists;
@@ -82,32 +84,32 @@ bool Cells::find_classes(const AxisGrid& src, const AxisGrid& dst, const std::ve
       if (runs > CutRule::kMaxRuns) return false;
     }
   }
-  std::map<std::vector<int64_t>, std::vector<Interval>> intervals;  // by the shards that have them: first the source's
+  std::map<std::vector<int64_t>, std::vector<Interval>> intervals;  // by the lists that contain them
   for (SampleRange& sample_range : sample_ranges(samples, lists)) {
     intervals[std::move(sample_range.lists)].push_back(sample_range.interval);
     if (static_cast<int64_t>(intervals.size()) > kMaxCells) return false;
   }
-  std::vector<IndexSet> with_shard(lists.size(), IndexSet::none_of(ranks.size()));
+  std::vector<IndexSet> ranks_of_list(lists.size(), IndexSet::none_of(ranks.size()));
   const auto add_ranks = [&](const AxisGrid& grid, int64_t first) {
     for (size_t i = 0; i < ranks.size(); ++i) {
       const std::optional<Position> position = grid.mesh->position_of(ranks[i]);
-      if (position) with_shard[first + grid.shards[*position][axis]].insert(i);
+      if (position) ranks_of_list[first + grid.shards[*position][axis]].insert(i);
     }
   };
   const auto num_before = static_cast<int64_t>(before.size());
   add_ranks(src, 0);
   add_ranks(dst, num_before);
   std::vector<Class>& classes = classes_.emplace_back();
-  for (const auto& [shards, ranges] : intervals) {
+  for (const auto& [containing, ranges] : intervals) {
     classes.push_back({samples.repeated(ranges), IndexSet::none_of(ranks.size()), IndexSet::none_of(ranks.size())});
-    for (const int64_t shard : shards) {
-      (shard < num_before ? classes.back().before : classes.back().after).add(with_shard[shard]);
+    for (const int64_t list : containing) {
+      (list < num_before ? classes.back().before : classes.back().after).add(ranks_of_list[list]);
     }
   }
   return true;
 }
 
-// Tries every combination of classes. A rank holds a cell if it has the classes of all axes.
+// Tries every combination of classes. A rank holds a cell if it holds the cell's class of each axis.
 bool Cells::find_cells() {
   int64_t combinations = 1;
   for (const std::vector<Class>& of_axis : classes_) {
@@ -159,7 +161,8 @@ Ratio Cells::leaving_load() const {
   return min_max_load(work.shared);
 }
 
-std::vector<std::vector<std::pair<size_t, int64_t>>> Cells::shared_directly(int64_t most) const {
+// Divides the share of a team evenly among its ranks. Ranks that send less so far get the elements that remain.
+std::vector<std::vector<std::pair<size_t, int64_t>>> Cells::direct_shares(int64_t most) const {
   const std::vector<std::vector<TeamShare>> shares = shared_at(direct_work().shared, most);
   std::vector<int64_t> sent(num_ranks_, 0);
   std::vector<std::vector<std::pair<size_t, int64_t>>> by_cell;

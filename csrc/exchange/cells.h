@@ -5,6 +5,13 @@
 // each axis. All elements of a cell have the same candidate senders and the same receivers. So the number of cells is
 // the number of different overlaps of shards, whatever the number of elements.
 //
+// Example: rank 0 holds 8 elements, rank 1 holds elements 0 to 3, and ranks 2 and 3 need halves, as S(0).
+//
+//   class [0, 4)    one cell: ranks 0 and 1 hold it, and rank 2 needs it
+//   class [4, 8)    one cell: rank 0 holds it, and rank 3 needs it
+//
+// direct_load() is 4: rank 1 serves rank 2, and rank 0 serves rank 3.
+//
 // Axes, axis shards and candidate senders are defined in exchange/axes.h.
 #pragma once
 
@@ -20,12 +27,12 @@
 
 namespace shardwright {
 
-// The cells that some rank needs and does not hold.
+// All cells that some rank needs and does not hold.
 class Cells {
  public:
   static constexpr int64_t kMaxCells = 4096;
 
-  // Returns nullopt if there are more than kMaxCells cells, or if listing them takes too long. `ranks` are the ranks of
+  // Returns nullopt if there are more than kMaxCells cells or if listing them takes too long. `ranks` are the ranks of
   // both meshes. Ranks of the result are indices in this list.
   static std::optional<Cells> of(const AxisGrid& src, const AxisGrid& dst, const std::vector<Rank>& ranks);
 
@@ -44,15 +51,15 @@ class Cells {
   const std::vector<Class>& classes(size_t axis) const { return classes_[axis]; }
   const std::vector<Cell>& all() const { return cells_; }  // only cells that have receivers
 
-  // Return the least load of the busiest sender, in elements (exchange/exchange_bound.h).
-  Ratio direct_load() const;     // only candidate senders send
-  Ratio forwarded_load() const;  // receivers pass on data too
-  Ratio leaving_load() const;    // counts only the one copy of each cell that must leave its candidate senders
+  // Return the least possible load of the busiest sender, in elements (exchange/exchange_bound.h).
+  Ratio direct_load() const;     // if only candidate senders send
+  Ratio forwarded_load() const;  // if receivers also send received data
+  Ratio leaving_load() const;    // of the one copy of each cell that must leave its candidate senders
 
   // Returns, by cell, the index of each sender and the number of elements that it sends to all receivers together. No
   // rank sends more than `most` elements, plus up to one element for each cell if ranks have the same shards on both
   // sides. `most` must be at least direct_load().
-  std::vector<std::vector<std::pair<size_t, int64_t>>> shared_directly(int64_t most) const;
+  std::vector<std::vector<std::pair<size_t, int64_t>>> direct_shares(int64_t most) const;
 
  private:
   struct Work;
@@ -61,7 +68,7 @@ class Cells {
   // Find the classes of an axis, and all cells. Return false if there are too many.
   bool find_classes(const AxisGrid& src, const AxisGrid& dst, const std::vector<Rank>& ranks, size_t axis);
   bool find_cells();
-  // Returns one job for each cell: one copy for each receiver, sent by any candidate senders.
+  // Returns one job for each cell: a copy for each receiver, which any of the candidate senders may send.
   Work direct_work() const;
 
   size_t num_ranks_;

@@ -316,7 +316,7 @@ void IndexedExchange::compute_messages_by_cells() {
       }
     }
   }
-  const std::vector<std::vector<std::pair<size_t, int64_t>>> shared = cells->shared_directly(least);
+  const std::vector<std::vector<std::pair<size_t, int64_t>>> shared = cells->direct_shares(least);
   for (size_t c = 0; c < shared.size(); ++c) {
     const Cells::Cell& cell = cells->all()[c];
     auto sender_share = shared[c].begin();

@@ -11,7 +11,7 @@ namespace {
 
 using Amount = __int128;
 
-// Returns a fraction in lowest terms.
+// Returns the fraction in lowest terms.
 Ratio reduced(int64_t numerator, int64_t denominator) {
   const int64_t divisor = std::max<int64_t>(std::gcd(numerator, denominator), 1);
   return {numerator / divisor, denominator / divisor};
@@ -32,6 +32,7 @@ class Network {
     return edge;
   }
 
+  // Finds a maximum flow and returns its amount. Call it once.
   Amount max_flow(int source, int sink) {
     Amount total = 0;
     while (find_levels(source), level_[sink] >= 0) {
@@ -44,7 +45,7 @@ class Network {
   // Returns the flow along an edge.
   Amount flow(int edge) const { return edges_[edge ^ 1].left; }
 
-  // Returns true if a node is on the source's side of the minimum cut.
+  // Returns true if a node is on the source's side of the minimum cut. Call it after max_flow().
   bool is_reached(int node) const { return level_[node] >= 0; }
 
   static constexpr Amount kUnbounded = Amount{1} << 120;
@@ -95,8 +96,9 @@ class Network {
   std::vector<size_t> next_;  // by node: index in out_ of the first edge that may carry more
 };
 
-// The flow network of shared work: a source, jobs, the pools that may do them, their teams, a sink. Teams have as much
-// capacity as their workers do at this load. Capacities are multiplied by the load's denominator.
+// The maximum flow of shared work at some load, through a network with five layers of nodes: a source, jobs, pools,
+// teams, a sink. A job's edge from the source has its amount as capacity, and a team's edge to the sink the load times
+// the number of its workers. Capacities are multiplied by the load's denominator, so that they are integers.
 class WorkNetwork {
  public:
   WorkNetwork(const SharedWork& work, const Ratio& load)
@@ -122,10 +124,11 @@ class WorkNetwork {
     flow_ = network_.max_flow(source_, source_ + 1);
   }
 
-  // Returns the maximum flow. It carries all jobs if and only if the load is possible.
+  // Returns the amount of the maximum flow. The load is possible if and only if this is the amount of all jobs.
   Amount flow() const { return flow_; }
 
-  // Returns the load of the jobs that the minimum cut separates from the sink.
+  // Returns the load of the jobs on the source's side of the minimum cut: their amount, divided by the number of
+  // workers that may do any of them.
   Ratio load_of_cut() const {
     int64_t amount = 0;
     for (int j = 0; j < jobs_; ++j) amount += network_.is_reached(j) ? work_.jobs[j].amount : 0;
@@ -137,7 +140,8 @@ class WorkNetwork {
     return reduced(amount, workers);
   }
 
-  // Returns the shares of each job. The jobs of a pool take the work of its teams one after the other.
+  // Returns, by job, the share of each team. A pool's flow into its teams is divided among the pool's jobs in order.
+  // The load must be an integer.
   std::vector<std::vector<TeamShare>> shares() const {
     std::vector<std::vector<TeamShare>> by_pool(pools_);
     for (const Arc& arc : out_of_pools_) {
@@ -147,13 +151,13 @@ class WorkNetwork {
     }
     std::vector<std::vector<TeamShare>> by_job(jobs_);
     for (const Arc& arc : into_pools_) {
-      std::vector<TeamShare>& left = by_pool[arc.pool];
+      std::vector<TeamShare>& unassigned = by_pool[arc.pool];
       for (auto amount = static_cast<int64_t>(network_.flow(arc.edge)); amount > 0;) {
-        const int64_t share = std::min(amount, left.back().amount);
-        by_job[arc.other].push_back({left.back().team, share});
+        const int64_t share = std::min(amount, unassigned.back().amount);
+        by_job[arc.other].push_back({unassigned.back().team, share});
         amount -= share;
-        left.back().amount -= share;
-        if (left.back().amount == 0) left.pop_back();
+        unassigned.back().amount -= share;
+        if (unassigned.back().amount == 0) unassigned.pop_back();
       }
     }
     return by_job;

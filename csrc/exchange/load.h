@@ -21,6 +21,13 @@ struct Ratio {
 // / (number of workers in the teams that may do any of them). min_max_load() starts with the load of the set of all
 // jobs. If the flow at a load does not carry all jobs, its minimum cut is a set of jobs with a higher load, which is
 // tried next. Loads grow, and there are finitely many sets, so the search ends, and the last load is exact.
+//
+// Example: one worker forms team 0, and two workers form team 1. Team 0 may do job A, with an amount of 6. Both teams
+// may do job B, with an amount of 6.
+//
+//   load 4 = 12 / 3 (all jobs)    team 0 can do 4 of A's 6. The minimum cut is {A}
+//   load 6 = 6 / 1  ({A})         team 0 does A, and team 1 does B, 3 by each worker. All jobs are done: the result is
+//   6
 struct SharedWork {
   struct Job {
     int64_t amount = 0;

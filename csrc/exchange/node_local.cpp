@@ -7,15 +7,15 @@
 namespace shardwright {
 namespace {
 
-// The range of a receiver's elements that has no sender yet.
-struct Open {
+// A range of a receiver's elements that have no sender yet.
+struct OpenRange {
   Rank rank{};
   Interval range;
 };
 
-// Takes up to `amount` elements from the open ranges, beginning with open[next], and adds the messages of the sender
-// `from`. Sets `next` to the first range that is still open.
-void assign(std::vector<Open>& open, size_t& next, Rank from, int64_t amount, std::vector<NodeMessage>& messages) {
+// Lets `from` send up to `amount` elements of the open ranges, beginning with open[next], and appends its messages.
+// Sets `next` to the index of the first range that is still open.
+void assign(std::vector<OpenRange>& open, size_t& next, Rank from, int64_t amount, std::vector<NodeMessage>& messages) {
   while (amount > 0 && next < open.size()) {
     Interval& left = open[next].range;
     const int64_t taken = std::min(amount, left.end - left.begin);
@@ -27,14 +27,15 @@ void assign(std::vector<Open>& open, size_t& next, Rank from, int64_t amount, st
 }
 
 // Returns the number of elements of the open ranges from index `first` on.
-int64_t elements_of(const std::vector<Open>& open, size_t first) {
+int64_t elements_of(const std::vector<OpenRange>& open, size_t first) {
   int64_t elements = 0;
   for (size_t i = first; i < open.size(); ++i) elements += open[i].range.end - open[i].range.begin;
   return elements;
 }
 
-// Returns the lowest level with which the senders send `elements` or more on top of `sent`, if each sends until its
-// total is `level`.
+// Returns the least level such that the senders send `elements` or more if each sends until its total is the level.
+// `sent` has the elements that each sends already. Example: for sent = {10, 0, 30} and 20 elements the level is 15: the
+// first two send 5 and 15.
 int64_t level_for(std::vector<int64_t> sent, int64_t elements) {
   std::sort(sent.begin(), sent.end());
   int64_t sum = elements;
@@ -49,20 +50,21 @@ int64_t level_for(std::vector<int64_t> sent, int64_t elements) {
 }  // namespace
 
 std::vector<NodeMessage> assign_within_nodes(std::vector<Rank> senders, std::vector<Need> needs, int64_t ranks_per_node,
-                                             int64_t most_inside) {
+                                             int64_t max_within_node) {
   const auto node_of = [&](Rank rank) { return to_int(rank) / ranks_per_node; };
   std::sort(senders.begin(), senders.end());
   std::sort(needs.begin(), needs.end(), [](const Need& a, const Need& b) { return a.rank < b.rank; });
   std::vector<NodeMessage> messages;
-  std::vector<int64_t> sent(senders.size());
-  std::vector<Open> left;
+  std::vector<int64_t> sent(senders.size());  // by sender
+  std::vector<OpenRange> remaining;           // of all nodes
   size_t sender = 0;
   for (size_t need = 0; need < needs.size();) {
     const int64_t node = node_of(needs[need].rank);
-    std::vector<Open> open;
+    std::vector<OpenRange> open;
     for (; need < needs.size() && node_of(needs[need].rank) == node; ++need) {
       open.push_back({needs[need].rank, {0, needs[need].elements}});
     }
+    // The senders [first, sender) are on this node.
     while (sender < senders.size() && node_of(senders[sender]) < node) ++sender;
     const size_t first = sender;
     while (sender < senders.size() && node_of(senders[sender]) == node) ++sender;
@@ -71,14 +73,14 @@ std::vector<NodeMessage> assign_within_nodes(std::vector<Rank> senders, std::vec
     size_t next = 0;
     for (size_t i = first; i < sender; ++i) {
       const int64_t before = elements_of(open, next);
-      assign(open, next, senders[i], std::min(most_inside, (elements + count - 1) / count), messages);
+      assign(open, next, senders[i], std::min(max_within_node, (elements + count - 1) / count), messages);
       sent[i] = before - elements_of(open, next);
     }
-    left.insert(left.end(), open.begin() + static_cast<int64_t>(next), open.end());
+    remaining.insert(remaining.end(), open.begin() + static_cast<int64_t>(next), open.end());
   }
-  const int64_t level = level_for(sent, elements_of(left, 0));
+  const int64_t level = level_for(sent, elements_of(remaining, 0));
   size_t next = 0;
-  for (size_t i = 0; i < senders.size(); ++i) assign(left, next, senders[i], level - sent[i], messages);
+  for (size_t i = 0; i < senders.size(); ++i) assign(remaining, next, senders[i], level - sent[i], messages);
   return messages;
 }
 

@@ -1,9 +1,9 @@
 // Chooses the sender of a part for each receiver, with senders on the receiver's own node first.
 //
-// On each node the senders divide the elements that the node's ranks need, so that none of these enter the node, unless
-// a sender would exceed a limit. The rest is divided among all senders so that the busiest sends as little as possible.
-// Example: nodes of two ranks and a limit of 20. Ranks 0 and 2 hold a part of which ranks 1, 3, 5 and 7 need 10
-// elements each:
+// On each node the senders divide the elements that the node's ranks need, so that these elements do not enter the
+// node. But no sender sends more than a limit within its node. The remaining elements are divided among all senders so
+// that the busiest sends as little as possible. Example: nodes of two ranks and a limit of 20. Ranks 0 and 2 hold a
+// part of which ranks 1, 3, 5 and 7 need 10 elements each:
 //
 //   within nodes     0 -> 1: 10    2 -> 3: 10
 //   between nodes    0 -> 5: 10    2 -> 7: 10
@@ -31,9 +31,9 @@ struct NodeMessage {
 };
 
 // Nodes are `ranks_per_node` consecutive ranks each. No rank is in both lists, and there is at least one candidate
-// sender. A sender sends at most `most_inside` elements within its node, which must be at least an even share of all
-// needed elements. Returns at most one message for each pair of ranks.
+// sender. A sender sends at most `max_within_node` elements within its node, which must be at least an even share of
+// all needed elements. Returns at most one message for each pair of ranks.
 std::vector<NodeMessage> assign_within_nodes(std::vector<Rank> senders, std::vector<Need> needs, int64_t ranks_per_node,
-                                             int64_t most_inside);
+                                             int64_t max_within_node);
 
 }  // namespace shardwright

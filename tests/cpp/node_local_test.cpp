@@ -47,14 +47,14 @@ TEST(NodeSharing, ServesWithinNodesFirstAndBalancesTheRest) {
       needed += needs.back().elements;
     }
     const auto count_of_holders = static_cast<int64_t>(holders.size());
-    const int64_t most_inside = (needed + count_of_holders - 1) / count_of_holders + pick(0, 20);
+    const int64_t max_within_node = (needed + count_of_holders - 1) / count_of_holders + pick(0, 20);
     std::shuffle(holders.begin(), holders.end(), random);
     std::shuffle(needs.begin(), needs.end(), random);
     std::map<Rank, std::vector<Interval>> served;
     std::map<Rank, int64_t> inside;
     std::map<Rank, int64_t> sent;
     std::map<std::pair<Rank, Rank>, int> pairs;
-    for (const auto& [from, to, range] : assign_within_nodes(holders, needs, ranks_per_node, most_inside)) {
+    for (const auto& [from, to, range] : assign_within_nodes(holders, needs, ranks_per_node, max_within_node)) {
       ASSERT_LT(range.begin, range.end);
       ASSERT_EQ(++pairs[std::pair(from, to)], 1);
       ASSERT_NE(std::find(holders.begin(), holders.end(), from), holders.end());
@@ -81,10 +81,10 @@ TEST(NodeSharing, ServesWithinNodesFirstAndBalancesTheRest) {
       const auto count = static_cast<int64_t>(holders_on[node].size());
       int64_t of_node = 0;
       for (const Rank rank : holders_on[node]) {
-        ASSERT_LE(inside[rank], most_inside);
+        ASSERT_LE(inside[rank], max_within_node);
         of_node += inside[rank];
       }
-      ASSERT_EQ(of_node, std::min(elements, count * most_inside));
+      ASSERT_EQ(of_node, std::min(elements, count * max_within_node));
       left += elements - of_node;
     }
     std::vector<int64_t> loads;
