@@ -80,7 +80,7 @@ bool Cells::find_classes(const AxisGrid& src, const AxisGrid& dst, const std::ve
   for (const std::vector<IntervalList>* side : {&before, &after}) {
     for (const IntervalList& list : *side) {
       lists.push_back(&list);
-      runs += samples.most_in(list);
+      runs += samples.max_intervals_in(list);
       if (runs > CutRule::kMaxRuns) return false;
     }
   }

@@ -85,7 +85,7 @@ class IndexedExchange::Choice {
     int64_t runs = 1;
     for (const std::vector<IntervalList>* lists : sides) {
       for (const IntervalList& list : *lists) {
-        runs += ascend ? samples_.most_in(list) : static_cast<int64_t>(list.size());
+        runs += ascend ? samples_.max_intervals_in(list) : static_cast<int64_t>(list.size());
         check_user(runs <= kMaxListed,
                    "placements: number of runs to compare over all ranks must be at most 2^24, got ", runs,
                    " or more; ",

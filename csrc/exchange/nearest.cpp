@@ -11,53 +11,54 @@
 namespace shardwright {
 namespace {
 
-// An assignment of rows to ranks that leaves the most elements on their rank. Each rank has `most_` places for rows
-// that it holds. The worth of a place is the number of elements that its rank holds of each of its rows. The sets of
-// places that can be filled are a matroid, so a greedy choice is optimal: fill as many places as possible, rank by
-// rank, in descending order of worth. Runs of rows that the same ranks hold are of one *kind*.
-class Matched {
+// An assignment of the rows of a dim to ranks that leaves the most elements on their rank. A rank *keeps* a row that it
+// holds and is assigned, at most max_rows_ of them. The value of a kept row is the number of the rank's elements in it,
+// which is equal for all rows of a rank. The sets of ranks' places that can be filled at the same time are a matroid,
+// so a greedy choice is optimal: in descending order of value, each rank keeps as many rows as possible, by augmenting
+// paths, without taking places from earlier ranks. Rows that the same ranks hold are of one *kind*.
+class RowAssignment {
  public:
-  Matched(int64_t rows, const std::vector<IntervalList>& held, std::vector<int64_t> worth)
-      : worth_(std::move(worth)), most_((rows + std::ssize(held) - 1) / std::ssize(held)) {
+  RowAssignment(int64_t rows, const std::vector<IntervalList>& held, std::vector<int64_t> row_elements)
+      : row_elements_(std::move(row_elements)), max_rows_((rows + std::ssize(held) - 1) / std::ssize(held)) {
     find_runs(rows, held);
     kept_.resize(held.size());
     std::vector<size_t> order(held.size());
     std::iota(order.begin(), order.end(), size_t{0});
-    std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return worth_[a] > worth_[b]; });
-    for (const size_t rank : order) give_rows(rank);
+    std::stable_sort(order.begin(), order.end(),
+                     [&](size_t a, size_t b) { return row_elements_[a] > row_elements_[b]; });
+    for (const size_t rank : order) keep_rows(rank);
   }
 
   // Returns the number of elements that stay on their rank.
   int64_t kept_elements() const {
     int64_t elements = 0;
-    for (size_t r = 0; r < kept_.size(); ++r) elements += worth_[r] * num_kept(r);
+    for (size_t r = 0; r < kept_.size(); ++r) elements += row_elements_[r] * num_kept(r);
     return elements;
   }
 
-  // Divides the runs among the ranks that keep rows of their kind. Rows that no rank keeps go to the first ranks with
-  // room.
+  // Returns the rows of each rank, ascending. Divides each run among the ranks that keep rows of its kind; the
+  // remaining rows go to the first ranks with fewer than max_rows_ rows.
   std::vector<std::vector<Interval>> lists() const {
-    // A rank, and the number of rows that it may still take.
-    struct Keeper {
+    struct Taker {
       size_t rank = 0;
-      int64_t rows = 0;
+      int64_t rows = 0;  // number of rows that the rank may still take
     };
     std::vector<std::vector<Interval>> lists(kept_.size());
-    std::vector<std::vector<Keeper>> keepers(unassigned_.size());  // by kind
-    std::vector<Keeper> room;
+    std::vector<std::vector<Taker>> keepers(unassigned_.size());  // by kind
+    std::vector<Taker> ranks_with_room;
     for (size_t r = 0; r < kept_.size(); ++r) {
       for (const auto& [kind, rows] : kept_[r]) keepers[kind].push_back({r, rows});
-      room.push_back({r, most_ - num_kept(r)});
+      ranks_with_room.push_back({r, max_rows_ - num_kept(r)});
     }
     for (const Run& run : runs_) {
       int64_t at = run.rows.begin;
-      for (std::vector<Keeper>* takers : {&keepers[run.kind], &room}) {
-        for (Keeper& taker : *takers) {
+      for (std::vector<Taker>* takers : {&keepers[run.kind], &ranks_with_room}) {
+        for (Taker& taker : *takers) {
           const int64_t count = std::min(run.rows.end - at, taker.rows);
           if (count == 0) continue;
           std::vector<Interval>& own = lists[taker.rank];
-          const bool follows = !own.empty() && own.back().end == at;
-          follows ? own.back().lengthen(count) : own.push_back({at, at + count});
+          const bool extends_last = !own.empty() && own.back().end == at;
+          extends_last ? own.back().lengthen(count) : own.push_back({at, at + count});
           taker.rows -= count;
           at += count;
         }
@@ -72,8 +73,9 @@ class Matched {
     Interval rows;
     size_t kind = 0;
   };
-  // A rank that takes rows of a kind from the next link's rank.
-  struct Link {
+  // A step of an augmenting path: the rank takes rows of the kind from the next step's rank. The last step's rank takes
+  // rows that no rank keeps.
+  struct PathStep {
     size_t rank = 0;
     size_t kind = 0;
   };
@@ -118,10 +120,10 @@ class Matched {
     }
   }
 
-  // Assigns as many rows to a rank as possible, along augmenting paths. No other rank keeps fewer rows.
-  void give_rows(size_t rank) {
-    for (int64_t room = worth_[rank] > 0 ? most_ : 0; room > 0;) {
-      const std::vector<Link> path = path_from(rank);
+  // Lets a rank keep as many rows as possible, along augmenting paths. Every other rank keeps as many rows as before.
+  void keep_rows(size_t rank) {
+    for (int64_t room = row_elements_[rank] > 0 ? max_rows_ : 0; room > 0;) {
+      const std::vector<PathStep> path = path_from(rank);
       if (path.empty()) return;
       int64_t rows = std::min(room, unassigned_[path.back().kind]);
       for (size_t i = 1; i < path.size(); ++i) rows = std::min(rows, kept_[path[i].rank][path[i - 1].kind]);
@@ -134,23 +136,22 @@ class Matched {
     }
   }
 
-  // Returns the shortest path to a kind with unassigned rows, or an empty path. Each rank of the path takes rows of its
-  // link's kind from the next rank, which takes rows of the next kind instead.
-  std::vector<Link> path_from(size_t rank) const {
-    std::vector<std::optional<Link>> previous(kept_.size());  // by rank: the previous link
+  // Returns the shortest augmenting path from a rank to a kind with unassigned rows; an empty path if there is none.
+  std::vector<PathStep> path_from(size_t rank) const {
+    std::vector<std::optional<PathStep>> previous(kept_.size());  // by rank: the step before the rank's own
     std::deque<size_t> queue{rank};
     for (; !queue.empty(); queue.pop_front()) {
       const size_t at = queue.front();
       for (const size_t kind : kinds_of_[at]) {
         if (unassigned_[kind] > 0) {
-          std::vector<Link> path{{at, kind}};
+          std::vector<PathStep> path{{at, kind}};
           while (path.back().rank != rank) path.push_back(*previous[path.back().rank]);
           std::reverse(path.begin(), path.end());
           return path;
         }
         for (size_t other = 0; other < kept_.size(); ++other) {
           if (other == rank || previous[other] || !keeps(other, kind)) continue;
-          previous[other] = Link{at, kind};
+          previous[other] = PathStep{at, kind};
           queue.push_back(other);
         }
       }
@@ -158,8 +159,8 @@ class Matched {
     return {};
   }
 
-  std::vector<int64_t> worth_;                   // by rank: number of elements that it holds of each of its rows
-  int64_t most_;                                 // maximum number of rows of a rank
+  std::vector<int64_t> row_elements_;            // by rank: number of elements of each row that it holds
+  int64_t max_rows_;                             // maximum number of rows of a rank
   std::vector<Run> runs_;                        // all rows, ascending
   std::vector<int64_t> unassigned_;              // by kind: rows that no rank keeps yet
   std::vector<std::vector<size_t>> kinds_of_;    // by rank: the kinds that it holds
@@ -178,18 +179,18 @@ NearestCut nearest_cut(const Layout& src, const std::vector<Rank>& ranks) {
   int64_t most_kept = -1;
   for (int t = 0; t < src.ndim(); ++t) {
     std::vector<IntervalList> held(ranks.size());
-    std::vector<int64_t> worth(ranks.size(), 0);
+    std::vector<int64_t> row_elements(ranks.size(), 0);
     for (size_t r = 0; r < ranks.size(); ++r) {
       if (!regions[r]) continue;
       Region others = *regions[r];
       held[r] = std::move(others[t]);
       others.erase(others.begin() + t);
-      worth[r] = num_elements(others);
+      row_elements[r] = num_elements(others);
     }
-    const Matched matched(src.shape()[t], held, std::move(worth));
-    if (matched.kept_elements() <= most_kept) continue;
-    most_kept = matched.kept_elements();
-    best = {t, matched.lists()};
+    const RowAssignment assignment(src.shape()[t], held, std::move(row_elements));
+    if (assignment.kept_elements() <= most_kept) continue;
+    most_kept = assignment.kept_elements();
+    best = {t, assignment.lists()};
   }
   return best;
 }

@@ -17,8 +17,8 @@ Interval span_of_items(std::span<const Interval> items) {
   return span;
 }
 
-// A border between ranges of indices. Between two borders no list starts or stops repeating, and an interval that does
-// not repeat is contained or disjoint.
+// A border between ranges of indices. Between two neighboring borders no list starts or stops repeating, and an
+// interval that does not repeat contains all indices or none.
 struct Border {
   std::vector<int64_t> begin;  // periods of the blocks that begin here
   std::vector<int64_t> end;    // periods of the blocks that end here
@@ -71,7 +71,7 @@ Samples::Samples(const std::vector<const std::vector<IntervalList>*>& lists, int
     return;
   }
   const std::map<int64_t, Border> borders = borders_of(lists);
-  std::multiset<int64_t> periods;
+  std::multiset<int64_t> periods;  // of the blocks that repeat between two borders
   for (auto at = borders.begin(); std::next(at) != borders.end(); ++at) {
     for (const int64_t period : at->second.end) periods.erase(periods.find(period));
     periods.insert(at->second.begin.begin(), at->second.begin.end());
@@ -93,8 +93,8 @@ void Samples::add(Interval range, int64_t period, int64_t divisions) {
     }
     return add({begin, range.end}, 0, divisions);
   }
-  const bool follows = !all_.empty() && all_.back().count == 1 && all_.back().first.end == range.begin;
-  if (follows) {
+  const bool extends_last = !all_.empty() && all_.back().count == 1 && all_.back().first.end == range.begin;
+  if (extends_last) {
     all_.back().first.end = range.end;
   } else {
     all_.push_back({range, 1});
@@ -110,7 +110,7 @@ const Sample& Samples::at(int64_t index) const {
 template <typename Visit>
 void Samples::for_each_block(const IntervalList& list, const Visit& visit) const {
   for (const IntervalList::Block& block : list.blocks()) {
-    const Interval once = span_of_items(block.items);
+    const Interval once = span_of_items(block.items);  // first repetition of the block
     const int64_t end = once.end + (block.count - 1) * block.shift;
     const auto ends_before = [&](const Sample& sample) { return sample.first.end <= once.begin; };
     auto sample = std::partition_point(all_.begin(), all_.end(), ends_before);
@@ -141,7 +141,7 @@ std::vector<Interval> Samples::in(const IntervalList& list) const {
   return sorted_by_begin(std::move(inside));
 }
 
-int64_t Samples::most_in(const IntervalList& list) const {
+int64_t Samples::max_intervals_in(const IntervalList& list) const {
   auto most = static_cast<int64_t>(list.stored().size());
   for_each_block(list, [&](const IntervalList::Block& block, int64_t first, int64_t last, const Interval&) {
     // Intervals that do not repeat are listed once, divided at the ends of samples.
@@ -163,21 +163,27 @@ IntervalList Samples::repeated(const std::vector<Interval>& intervals) const {
 }
 
 std::vector<SampleRange> sample_ranges(const Samples& samples, const std::vector<const IntervalList*>& lists) {
-  std::map<int64_t, std::pair<std::vector<int64_t>, std::vector<int64_t>>> bounds;  // beginning and ending lists
-  for (const Sample& sample : samples.all()) bounds[sample.first.begin], bounds[sample.first.end];
+  struct Change {
+    std::vector<int64_t> begin;  // lists with an interval that begins here
+    std::vector<int64_t> end;    // lists with an interval that ends here
+  };
+  std::map<int64_t, Change> changes;  // by index
+  for (const Sample& sample : samples.all()) changes[sample.first.begin], changes[sample.first.end];
   for (size_t list_index = 0; list_index < lists.size(); ++list_index) {
     for (const Interval& interval : samples.in(*lists[list_index])) {
-      bounds[interval.begin].first.push_back(static_cast<int64_t>(list_index));
-      bounds[interval.end].second.push_back(static_cast<int64_t>(list_index));
+      changes[interval.begin].begin.push_back(static_cast<int64_t>(list_index));
+      changes[interval.end].end.push_back(static_cast<int64_t>(list_index));
     }
   }
   std::vector<SampleRange> all;
-  std::vector<int64_t> open;
-  for (auto at = bounds.begin(); at != bounds.end(); ++at) {
-    for (const int64_t list_index : at->second.second) open.erase(std::find(open.begin(), open.end(), list_index));
-    open.insert(open.end(), at->second.first.begin(), at->second.first.end());
-    std::sort(open.begin(), open.end());
-    if (!open.empty()) all.push_back({{at->first, std::next(at)->first}, open, samples.at(at->first).count});
+  std::vector<int64_t> containing;  // lists that contain the indices from `at` on
+  for (auto at = changes.begin(); at != changes.end(); ++at) {
+    for (const int64_t list_index : at->second.end)
+      containing.erase(std::find(containing.begin(), containing.end(), list_index));
+    containing.insert(containing.end(), at->second.begin.begin(), at->second.begin.end());
+    std::sort(containing.begin(), containing.end());
+    if (!containing.empty())
+      all.push_back({{at->first, std::next(at)->first}, containing, samples.at(at->first).count});
   }
   return all;
 }

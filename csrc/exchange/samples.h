@@ -30,14 +30,14 @@ class Samples {
   const Sample& at(int64_t index) const;
   // Returns the intervals of a list in all samples, ascending and divided at the ends of samples.
   std::vector<Interval> in(const IntervalList& list) const;
-  // Returns an upper bound on the number of intervals of in(list), from the numbers of repetitions alone.
-  int64_t most_in(const IntervalList& list) const;
-  // Repeats the intervals with their samples, and returns the union of all repetitions. The intervals must ascend and
-  // be divided as by in().
+  // Returns an upper bound on the number of intervals of in(list), without listing them.
+  int64_t max_intervals_in(const IntervalList& list) const;
+  // Returns the indices whose first repetitions are in these intervals: the inverse of in(). The intervals must ascend
+  // and be divided at the ends of samples.
   IntervalList repeated(const std::vector<Interval>& intervals) const;
 
  private:
-  // Adds the samples of a range that repeats with this period (0: does not repeat).
+  // Adds the samples of a range that repeats with this period; 0 if it does not repeat.
   void add(Interval range, int64_t period, int64_t divisions);
   // Calls visit(block, first, last, range) for each block of a list and each sample. `range` is the sample's first
   // repetition. Repetitions [first, last) of the block overlap it.
@@ -47,14 +47,16 @@ class Samples {
   std::vector<Sample> all_;
 };
 
-// A range of indices within one sample, and the lists that have all of them. Other lists have none of them.
+// A range of indices within one sample, and the lists that contain all of them. Other lists contain none of them.
 struct SampleRange {
   Interval interval;
   std::vector<int64_t> lists;  // indices of the lists, ascending, at least one
   int64_t count = 1;           // number of the sample's repetitions
 };
 
-// Returns the sample ranges of these lists, ascending. All indices of the lists must be in the samples.
+// Returns the sample ranges of these lists, ascending. All indices of the lists must be in the samples. Example:
+// without repetitions, the lists [0, 6) and [4, 8) have the ranges [0, 4) of list 0, [4, 6) of both, and [6, 8) of
+// list 1.
 std::vector<SampleRange> sample_ranges(const Samples& samples, const std::vector<const IntervalList*>& lists);
 
 }  // namespace shardwright

@@ -65,7 +65,7 @@ TEST(Samples, RepeatToTheWholeLists) {
           ASSERT_TRUE(sample.first.begin <= one.begin && one.end <= sample.first.end);
         }
         ASSERT_EQ(elements_of(samples.repeated(inside)), elements_of(list));
-        EXPECT_GE(samples.most_in(list), std::ssize(inside));
+        EXPECT_GE(samples.max_intervals_in(list), std::ssize(inside));
         smaller += inside.size() < list.size() / 2;
       }
     }
