@@ -10,14 +10,15 @@ namespace shardwright {
 namespace {
 
 // Returns the product of the sizes of these mesh dims.
-int64_t sizes_of(const Mesh& mesh, const std::vector<int>& mesh_dims) {
+int64_t product_of_sizes(const Mesh& mesh, const std::vector<int>& mesh_dims) {
   int64_t size = 1;
   for (const int d : mesh_dims) size *= mesh.dim_size(d);
   return size;
 }
 
-// Returns the position with these coordinates, and 0 on the other mesh dims: the inverse of Mesh::coordinate_index.
-int64_t offset_of(const Mesh& mesh, const std::vector<int>& mesh_dims, int64_t index) {
+// Returns the position with these coordinates on `mesh_dims`, given as one index, and with 0 on the other mesh dims:
+// the inverse of Mesh::coordinate_index. Positions for disjoint sets of mesh dims can be added.
+int64_t position_of_index(const Mesh& mesh, const std::vector<int>& mesh_dims, int64_t index) {
   int64_t offset = 0;
   for (size_t i = mesh_dims.size(); i-- > 0;) {
     offset += index % mesh.dim_size(mesh_dims[i]) * mesh.stride(mesh_dims[i]);
@@ -34,7 +35,7 @@ std::vector<Window> full_windows(const Layout& layout) {
 }
 
 // Returns the indices of a list that are in a window, counted from the window's beginning.
-IntervalList seen_through(const Window& window, const IntervalList& list) {
+IntervalList indices_in(const Window& window, const IntervalList& list) {
   return shifted(shared_indices(list, {{window.begin, window.begin + window.length}}), -window.begin);
 }
 
@@ -47,7 +48,7 @@ Grid::Grid(const Layout& layout, const std::vector<Window>& windows) : mesh_(lay
   for (int d = 0; d < mesh_->ndim(); ++d) {
     if (!layout.cut_dims().contains(d)) replicating_.push_back(d);
   }
-  replicas_ = sizes_of(*mesh_, replicating_);
+  replicas_ = product_of_sizes(*mesh_, replicating_);
   for (const Window& window : windows) {
     const int t = window.tensor_dim;
     std::vector<int> cutting;
@@ -58,11 +59,11 @@ Grid::Grid(const Layout& layout, const std::vector<Window>& windows) : mesh_(lay
       first_positions.push_back(0);
     } else {
       for (const Cut& cut : layout.cuts(t)) cutting.push_back(cut.mesh_dim);
-      for (int64_t shard = 0; shard < sizes_of(*mesh_, cutting); ++shard) {
-        IntervalList list = layout.part(t, Position{offset_of(*mesh_, cutting, shard)});
-        const bool is_whole = window.begin == 0 && window.length == layout.shape()[t];
-        first_positions.push_back(is_whole ? 0 : intersection_length(list, {{0, window.begin}}));
-        lists.push_back(is_whole ? std::move(list) : seen_through(window, list));
+      for (int64_t shard = 0; shard < product_of_sizes(*mesh_, cutting); ++shard) {
+        IntervalList list = layout.part(t, Position{position_of_index(*mesh_, cutting, shard)});
+        const bool is_full = window.begin == 0 && window.length == layout.shape()[t];
+        first_positions.push_back(is_full ? 0 : intersection_length(list, {{0, window.begin}}));
+        lists.push_back(is_full ? std::move(list) : indices_in(window, list));
       }
     }
     tensor_dims_.push_back(t);
@@ -91,8 +92,8 @@ std::optional<Grid::PartReplica> Grid::part_replica_of(Rank rank) const {
 }
 
 Rank Grid::rank_at(std::span<const int64_t> shards, int64_t replica) const {
-  int64_t position = offset_of(*mesh_, replicating_, replica);
-  for (size_t t = 0; t < cutting_.size(); ++t) position += offset_of(*mesh_, cutting_[t], shards[t]);
+  int64_t position = position_of_index(*mesh_, replicating_, replica);
+  for (size_t t = 0; t < cutting_.size(); ++t) position += position_of_index(*mesh_, cutting_[t], shards[t]);
   return mesh_->rank_at(Position{position});
 }
 
@@ -120,18 +121,19 @@ std::vector<LocalAxis> Grid::local_axes(int64_t part) const {
 namespace {
 
 // An interval of a shard of the source.
-struct Owned {
+struct ShardInterval {
   Interval interval;
   int64_t shard;
 };
 
 // Returns the intervals of all shards, ascending. Throws InvariantError if they overlap.
-std::vector<Owned> sorted_intervals(const std::vector<IntervalList>& lists) {
-  std::vector<Owned> all;
+std::vector<ShardInterval> sorted_intervals(const std::vector<IntervalList>& lists) {
+  std::vector<ShardInterval> all;
   for (size_t shard = 0; shard < lists.size(); ++shard) {
     for (const Interval& interval : lists[shard]) all.push_back({interval, static_cast<int64_t>(shard)});
   }
-  std::sort(all.begin(), all.end(), [](const Owned& a, const Owned& b) { return a.interval.begin < b.interval.begin; });
+  std::sort(all.begin(), all.end(),
+            [](const ShardInterval& a, const ShardInterval& b) { return a.interval.begin < b.interval.begin; });
   for (size_t i = 1; i < all.size(); ++i) {
     check_invariant(all[i - 1].interval.end <= all[i].interval.begin, "parts of the source overlap at index ",
                     all[i].interval.begin);
@@ -139,17 +141,17 @@ std::vector<Owned> sorted_intervals(const std::vector<IntervalList>& lists) {
   return all;
 }
 
-// Pairs of a shard of src and a number of common elements. A shard may occur several times.
+// Pairs of a shard of the source and a number of common elements. A shard may occur several times.
 using ShardElements = std::vector<std::pair<int64_t, int64_t>>;
 
 // Returns the overlaps of a list with the source's intervals, sorted by shard.
-ShardElements overlaps_by_interval(const std::vector<Owned>& owned, const IntervalList& list) {
+ShardElements overlaps_by_interval(const std::vector<ShardInterval>& src_intervals, const IntervalList& list) {
   ShardElements overlaps;
   for (const Interval& interval : list) {
-    auto at = std::partition_point(owned.begin(), owned.end(), [&](const Owned& owned_interval) {
-      return owned_interval.interval.end <= interval.begin;
+    auto at = std::partition_point(src_intervals.begin(), src_intervals.end(), [&](const ShardInterval& src_interval) {
+      return src_interval.interval.end <= interval.begin;
     });
-    for (; at != owned.end() && at->interval.begin < interval.end; ++at) {
+    for (; at != src_intervals.end() && at->interval.begin < interval.end; ++at) {
       const int64_t begin = std::max(at->interval.begin, interval.begin);
       const int64_t end = std::min(at->interval.end, interval.end);
       overlaps.emplace_back(at->shard, end - begin);
@@ -185,12 +187,13 @@ size_t num_intervals(const std::vector<IntervalList>& lists) {
 
 ShardOverlaps::ShardOverlaps(const std::vector<IntervalList>& src, const std::vector<IntervalList>& dst) {
   const bool by_pairs = num_intervals(src) + num_intervals(dst) > src.size() * dst.size() * kIntervalsPerPair;
-  const std::vector<Owned> owned = by_pairs ? std::vector<Owned>() : sorted_intervals(src);
-  of_src_.begins.assign(src.size() + 1, 0);
+  const std::vector<ShardInterval> src_intervals = by_pairs ? std::vector<ShardInterval>() : sorted_intervals(src);
+  of_src_.begins.assign(src.size() + 1, 0);  // first counts: entry s + 1 is the number of overlaps of shard s
   for (const IntervalList& list : dst) {
     const size_t begin = of_dst_.all.size();
     of_dst_.begins.push_back(begin);
-    for (const auto& [shard, elements] : by_pairs ? overlaps_by_shard(src, list) : overlaps_by_interval(owned, list)) {
+    for (const auto& [shard, elements] :
+         by_pairs ? overlaps_by_shard(src, list) : overlaps_by_interval(src_intervals, list)) {
       const bool is_first = of_dst_.all.size() == begin;
       if (is_first || of_dst_.all.back().shard != shard) {
         const int64_t before = is_first ? 0 : of_dst_.all.back().before + of_dst_.all.back().elements;
@@ -203,7 +206,8 @@ ShardOverlaps::ShardOverlaps(const std::vector<IntervalList>& src, const std::ve
   of_dst_.begins.push_back(of_dst_.all.size());
   std::partial_sum(of_src_.begins.begin(), of_src_.begins.end(), of_src_.begins.begin());
   of_src_.all.resize(of_dst_.all.size());
-  std::vector<size_t> next(of_src_.begins.begin(), of_src_.begins.end() - 1);
+  // Mirrors the entries of all destination shards, in ascending order, so the lists of the source ascend too.
+  std::vector<size_t> next(of_src_.begins.begin(), of_src_.begins.end() - 1);  // by shard of the source
   for (size_t b = 0; b < dst.size(); ++b) {
     for (size_t i = of_dst_.begins[b]; i < of_dst_.begins[b + 1]; ++i) {
       Overlap& overlap = of_dst_.all[i];

@@ -42,7 +42,7 @@ class Grid {
   int64_t replicas() const { return replicas_; }
   int64_t parts() const { return mesh_->size() / replicas_; }
 
-  // A shard replica: the part that a rank holds, in [0, parts()), and the rank's index among the part's replicas.
+  // The part that a rank holds, in [0, parts()), and the rank's index among the part's replicas.
   struct PartReplica {
     int64_t part = 0;
     int64_t replica = 0;
@@ -51,7 +51,7 @@ class Grid {
   PartReplica part_replica_at(int64_t position) const { return part_replicas_[position]; }
   // Returns nullopt if the rank is not part of the mesh.
   std::optional<PartReplica> part_replica_of(Rank rank) const;
-  // Returns the rank that holds the part with these axis shards and is its replica of this index.
+  // Returns the rank with this index among the replicas of the part with these axis shards.
   Rank rank_at(std::span<const int64_t> shards, int64_t replica) const;
   const Mesh& mesh() const { return *mesh_; }
 
@@ -81,6 +81,11 @@ class Grid {
 };
 
 // The pairs of axis shards of two grids that have indices in common, on one tensor dim.
+//
+// Example: the source has the shards [0, 6) [6, 12), and the destination [0, 4) [4, 8) [8, 12).
+//
+//   of_src(0)    {shard 0, elements 4, before 0, index 0} {shard 1, elements 2, before 4, index 0}
+//   of_dst(1)    {shard 0, elements 2, before 0, index 1} {shard 1, elements 2, before 2, index 0}
 class ShardOverlaps {
  public:
   // `src` and `dst` are Grid::lists() of the two grids. Throws InvariantError if shards of `src` overlap.

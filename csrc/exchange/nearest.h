@@ -18,8 +18,7 @@ struct NearestCut {
 // Returns a cut of one dim that leaves the most elements on their rank. Each of the dim's n rows is on one rank, and no
 // rank has more than ceil(n / ranks) rows. The layout must have a dim and no pending reductions.
 //
-// Example: 6 rows on ranks 0, 1 and 2, so at most 2 on each. Rank 0 holds rows 0 to 3, rank 1 rows 0 and 1, rank 2
-// none.
+// Example: 6 rows on ranks 0, 1 and 2, so at most 2 on each. Rank 0 holds rows 0 to 3, and rank 1 rows 0 and 1.
 //
 //   rank 0 takes 2 rows that it holds:                   rank 0: rows 0 and 1
 //   rank 1 takes them, and rank 0 others that it holds:  rank 0: rows 2 and 3    rank 1: rows 0 and 1
