@@ -101,6 +101,10 @@ class ShardOverlaps {
   // Returns the overlaps of one shard, ascending by the other grid's shard.
   std::span<const Overlap> of_src(int64_t shard) const { return of_src_.of(shard); }
   std::span<const Overlap> of_dst(int64_t shard) const { return of_dst_.of(shard); }
+  // Returns the sum of `elements` of a list.
+  static int64_t elements_of(std::span<const Overlap> overlaps) {
+    return overlaps.empty() ? 0 : overlaps.back().before + overlaps.back().elements;
+  }
   // Returns the entry of of_src(src_shard) for `dst_shard`; null if the two shards have no index in common.
   const Overlap* between(int64_t src_shard, int64_t dst_shard) const;
 

@@ -21,7 +21,7 @@
 //   [6, 12)   2, 3       5: [6, 8)    6: [8, 12)          2 -> 5: [6, 8)    2 -> 6: [8, 9)    3 -> 6: [9, 12)
 //
 // With ReplicaPolicy::kNodeLocal (exchange/node_local.h) senders first serve receivers on their own node, each up to
-// kMostInside times the longest range. The rest is divided evenly.
+// kMaxQuotasWithinNode times the longest range. The rest is divided evenly.
 //
 // Except with kNodeLocal, which lists all messages, no function takes time proportional to ranks times ranks: sections
 // of a queue are computed tensor dim by tensor dim, and the messages of one rank take time in proportion to their
@@ -58,14 +58,14 @@ class GridExchange final : public Exchange {
 
   ReplicaPolicy policy() const { return policy_; }
 
-  // Within its node a sender sends at most this many times the longest range.
-  static constexpr int64_t kMostInside = 4;
+  // With kNodeLocal a sender sends at most this many times the longest range within its node.
+  static constexpr int64_t kMaxQuotasWithinNode = 4;
 
-  const Grid& src() const { return all_->src; }
-  const Grid& dst() const { return all_->dst; }
+  const Grid& src() const { return geometry_->src; }
+  const Grid& dst() const { return geometry_->dst; }
   const Grid& grid(Direction side) const { return side == Direction::kSend ? src() : dst(); }
 
-  const std::vector<Rank>& ranks() const override { return all_->ranks; }
+  const std::vector<Rank>& ranks() const override { return geometry_->ranks; }
   bool communicates() const override;
   bool crosses_nodes(int64_t ranks_per_node) const override;
   int64_t num_elements(Rank rank, Direction direction) const override;
@@ -90,17 +90,18 @@ class GridExchange final : public Exchange {
   std::vector<PeerRange> ranges(Rank rank, Direction direction) const;
 
   // Returns the length of the longest range, in elements. With kEvenBytes the busiest sender sends this many.
-  int64_t largest_quota() const { return all_->quota; }
+  int64_t largest_quota() const { return geometry_->quota; }
 
-  // Returns a lower bound on the number of messages of all ranks together if every sender sends whole messages.
+  // Returns the number of pairs of a part of the source and a rank that needs some of its elements. This is an upper
+  // bound on the number of messages of all ranks together, unless messages are split.
   int64_t num_overlaps() const;
 
-  // The part of a rank's traffic that stays within its node. Only with ReplicaPolicy::kNodeLocal.
-  struct Inside {
+  // The bytes that a rank exchanges with ranks of its own node. Only with ReplicaPolicy::kNodeLocal.
+  struct NodeTraffic {
     int64_t received_bytes = 0;
     int64_t sent_bytes = 0;
   };
-  Inside inside(Rank rank) const;
+  NodeTraffic within_node(Rank rank) const;
 
   // The largest value of each count over all ranks, and the bytes that all ranks receive together.
   struct Totals {
@@ -113,6 +114,8 @@ class GridExchange final : public Exchange {
   StepCounts maxima_lower_bound() const;
 
  private:
+  using Overlap = ShardOverlaps::Overlap;
+
   // A receiver's section of a queue. A rank that holds the part itself is *absent*: its section has no elements.
   struct Section {
     int64_t begin = 0;  // the number of earlier elements in the queue
@@ -133,7 +136,7 @@ class GridExchange final : public Exchange {
     int64_t quota = 1;     // elements of a sender's range
   };
   // The parts that a rank holds and needs; nullopt if it is not on that mesh.
-  struct Ends {
+  struct RankParts {
     std::optional<Grid::PartReplica> holds;
     std::optional<Grid::PartReplica> needs;
   };
@@ -141,67 +144,76 @@ class GridExchange final : public Exchange {
   struct Geometry {
     Geometry(Grid from, Grid to);
     void find_absent();  // fills `absent`
-    void find_queues();  // fills `queues`, `quota` and `least_quota`
+    void find_queues();  // fills `queues`, `quota` and `least_quota`; call after find_absent()
 
     Grid src;
     Grid dst;
     std::vector<ShardOverlaps> overlaps;  // by tensor dim
     std::vector<Rank> ranks;
-    std::vector<Ends> ends;                          // by index in `ranks`
+    std::vector<RankParts> rank_parts;               // by index in `ranks`
     std::vector<std::vector<AbsentSection>> absent;  // by part of the source, each by index
     std::vector<Queue> queues;                       // by part of the source
     int64_t quota = 1;                               // elements of the longest range
     int64_t least_quota = 1;                         // elements of the shortest range of a queue with absent ranks
   };
 
-  GridExchange(std::shared_ptr<const Geometry> all, int64_t item_bytes, ReplicaPolicy policy, int64_t first_sender,
+  GridExchange(std::shared_ptr<const Geometry> geometry, int64_t item_bytes, ReplicaPolicy policy, int64_t first_sender,
                int64_t ranks_per_node);
-  void assign_within_nodes_first();      // fills sends_ and receives_
-  const Ends& ends_of(Rank rank) const;  // both nullopt for a rank on neither mesh
-  int64_t num_sections(const Queue& queue) const { return queue.sections * all_->dst.replicas(); }
-  // In all functions below, `section_index` is the index of a section in its queue. Sender 0 sends the first range of
-  // the queue, sender 1 the second.
+  void assign_within_nodes_first();            // fills sends_ and receives_
+  const RankParts& parts_of(Rank rank) const;  // both nullopt for a rank on neither mesh
+  int64_t num_sections(const Queue& queue) const { return queue.sections * geometry_->dst.replicas(); }
+
+  // ---- Queues (grid_queues.cpp)
+
+  // `section_index` is the index of a section in its queue. Sender 0 sends the first range of the queue, sender 1 the
+  // second.
 
   // Returns a section. Section num_sections(queue) begins at the end of the queue and has no elements.
   Section section(const Queue& queue, int64_t section_index) const;
-  // Returns the index of the first section that this or a later sender serves.
+  // Returns the index of the first section that this sender or a later one serves.
   int64_t first_served(const Queue& queue, int64_t sender_index) const;
-  // Returns one more than the index of the last section that the sender serves.
+  // Returns one more than the index of the last section that the sender serves; first_served() if it serves none.
   int64_t end_served(const Queue& queue, int64_t sender_index) const;
   // Returns the number of sections in [first, end) that have elements.
   int64_t num_present(const Queue& queue, int64_t first, int64_t end) const;
   // Returns the range of a section's elements that the sender sends.
-  Interval served(const Queue& queue, const Section& section, int64_t sender_index) const;
+  Interval served_range(const Queue& queue, const Section& section, int64_t sender_index) const;
   // Return the rank of the receiver of a section, and the rank of a sender.
   Rank receiver(const Queue& queue, int64_t section_index) const;
   Rank sender(const Queue& queue, int64_t sender_index) const;
   // Returns the index of the sender with this replica of the part.
   int64_t sender_index_of(const Grid::PartReplica& part_replica) const;
+
+  // ---- Messages (grid_exchange.cpp)
+
   int64_t largest_result_bytes() const;  // size of the largest part of the destination
-  // The elements and messages that a rank sends.
+  // The number of elements and of messages that a rank sends.
   struct Sent {
     int64_t elements = 0;
     int64_t messages = 0;
   };
-  Sent sent(Rank rank, const Ends& ends) const;
-  int64_t received_elements(const Ends& ends) const;  // number of elements that a rank needs and does not hold
-  int64_t parts_received(const Ends& ends) const;  // number of parts of the source from which a rank receives elements
-  Traffic traffic(Rank rank, const Ends& ends, int64_t rounds) const;
-  // Calls visit(sender, range) for each message to a rank: finds its section of each overlapping part's queue.
+  // In the functions below, `own` is parts_of(rank).
+  Sent sent(Rank rank, const RankParts& own) const;
+  // Return the number of elements that a rank receives, and the number of parts of the source that have some of them.
+  int64_t received_elements(const RankParts& own) const;
+  int64_t parts_received(const RankParts& own) const;
+  Traffic traffic(Rank rank, const RankParts& own, int64_t rounds) const;
+  // Calls visit(sender, range) for each message to a rank. A rank has a section in the queue of each part of the source
+  // that overlaps its part of the destination. Each sender whose range has elements of the section sends one message.
   template <typename Visit>
-  void for_each_received(Rank rank, const Ends& ends, const Visit& visit) const;
+  void for_each_received(Rank rank, const RankParts& own, const Visit& visit) const;
   // The messages of each rank, by ascending peer.
-  using Ranges = std::map<Rank, std::vector<PeerRange>>;
-  // Returns a rank's messages, or an empty list.
-  static const std::vector<PeerRange>& listed(const Ranges& ranges, Rank rank);
+  using MessagesOfRank = std::map<Rank, std::vector<PeerRange>>;
+  // Returns the messages of a rank; an empty list if it has none.
+  static const std::vector<PeerRange>& messages_in(const MessagesOfRank& messages, Rank rank);
 
-  std::shared_ptr<const Geometry> all_;
+  std::shared_ptr<const Geometry> geometry_;
   ReplicaPolicy policy_;
   int64_t first_sender_ = 0;
   // Only with ReplicaPolicy::kNodeLocal.
   int64_t ranks_per_node_ = 0;
-  Ranges sends_;
-  Ranges receives_;
+  MessagesOfRank sends_;
+  MessagesOfRank receives_;
 };
 
 }  // namespace shardwright

@@ -122,9 +122,9 @@ Stage stage_of(const Step& step, const Plan& plan, const std::vector<Rank>& rank
   const TrafficOfRanks traffic(step, plan.lowering);
   for (const Rank rank : ranks) {
     const Traffic all = traffic.at(rank);
-    GridExchange::Inside inside;
+    GridExchange::NodeTraffic inside;
     if (is_inside) inside = {all.received_bytes, all.sent_bytes};
-    if (by_node) inside = by_node->inside(rank);
+    if (by_node) inside = by_node->within_node(rank);
     stage.lanes[Stage::kIn].push_back(scaled(inside.received_bytes, topology.inside.ps_per_kib));
     stage.lanes[Stage::kOut].push_back(scaled(inside.sent_bytes, topology.inside.ps_per_kib));
     stage.lanes[Stage::kInBetween].push_back(scaled(all.received_bytes - inside.received_bytes, link.ps_per_kib));

@@ -128,7 +128,7 @@ TEST(GridExchange, DeliversEveryElementOnceAndBalancesSenders) {
         ASSERT_EQ(most(counted.sent), least);
         shared += least > 0 && least < counted.largest_message;
       } else if (policy == ReplicaPolicy::kNodeLocal) {
-        ASSERT_LE(most(counted.sent), (GridExchange::kMostInside + 1) * least);
+        ASSERT_LE(most(counted.sent), (GridExchange::kMaxQuotasWithinNode + 1) * least);
       } else {
         ASSERT_LE(most(counted.sent), least + counted.largest_message);
       }
