@@ -143,11 +143,12 @@ void GridExchange::for_each_received(Rank rank, const RankParts& own, const Visi
     if (holds && holds->part == part) continue;
     const Queue& queue = geometry_->queues[part];
     const Section at = section(queue, needs->replica * queue.sections + section_index);
-    const bool in_whole = policy_ == ReplicaPolicy::kWholeMessages;
-    const int64_t first = in_whole ? (2 * at.begin + at.elements) / (2 * queue.quota) : at.begin / queue.quota;
-    const int64_t last = in_whole ? first : (at.begin + at.elements - 1) / queue.quota;
-    for (int64_t sender_index = first; sender_index <= last; ++sender_index)
+    const bool is_whole = policy_ == ReplicaPolicy::kWholeMessages;
+    const int64_t first = is_whole ? (2 * at.begin + at.elements) / (2 * queue.quota) : at.begin / queue.quota;
+    const int64_t last = is_whole ? first : (at.begin + at.elements - 1) / queue.quota;
+    for (int64_t sender_index = first; sender_index <= last; ++sender_index) {
       visit(sender(queue, sender_index), served_range(queue, at, sender_index));
+    }
   }
 }
 

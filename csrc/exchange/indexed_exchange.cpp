@@ -13,23 +13,25 @@
 namespace shardwright {
 namespace {
 
-// Maximum number of listed runs over all ranks: 16 times the maximum of one part.
-constexpr int64_t kMaxListed = 16 * CutRule::kMaxRuns;
+// Maximum number of listed runs of an axis, over all parts: 16 times the maximum of one part.
+constexpr int64_t kMaxRunsOfAxis = 16 * CutRule::kMaxRuns;
 
-// The messages are recomputed by cells if the busiest rank sends more than 1 + 1 / kSentAboveFraction times the least
+// The messages are recomputed by cells if the busiest rank sends more than 1 + 1 / kExcessDivisor times the least
 // possible.
-constexpr int64_t kSentAboveFraction = 20;
+constexpr int64_t kExcessDivisor = 20;
 
-// Returns the number of bits up to the highest bit in which two ranks differ.
+// Returns the number of bits of a rank that follow the longest common binary prefix of two ranks; 0 if they are equal.
+// Example: 2 for 4 and 6.
 int distance(Rank a, Rank b) { return std::bit_width(static_cast<uint64_t>(to_int(a) ^ to_int(b))); }
 
 }  // namespace
 
-// Chooses, for one axis, the axis shard of the source that sends each element to each receiver. Works on samples
-// (exchange/samples.h) of the indices, so that repetitions are not listed. A shard's ranks share its sending.
-class IndexedExchange::Choice {
+// Computes the shares of one axis: for each receiver and element, the axis shard of the source that sends the element.
+// The ranks that have a shard share its sending. Works on samples (exchange/samples.h) of the indices, so that
+// repetitions are not listed.
+class IndexedExchange::AxisShares {
  public:
-  Choice(const AxisGrid& src, const AxisGrid& dst, size_t axis, ReplicaPolicy policy)
+  AxisShares(const AxisGrid& src, const AxisGrid& dst, size_t axis, ReplicaPolicy policy)
       : src_(src),
         dst_(dst),
         axis_(axis),
@@ -42,25 +44,25 @@ class IndexedExchange::Choice {
       ranks_[src.shards[p][axis]].push_back(src.mesh->rank_at(Position{static_cast<int64_t>(p)}));
     }
     make_sample_ranges();
-    if (const int64_t servers = most_servers(); policy_ == ReplicaPolicy::kEvenBytes && servers > 1) {
+    if (const int64_t senders = max_senders(); policy_ == ReplicaPolicy::kEvenBytes && senders > 1) {
       samples_ = Samples({&src.axes[axis].lists, &dst.axes[axis].lists},
-                         std::clamp<int64_t>(CutRule::kMaxRuns / runs, 1, servers));
+                         std::clamp<int64_t>(CutRule::kMaxRuns / runs, 1, senders));
       make_sample_ranges();
     }
     for (const IntervalList& list : dst.axes[axis].lists) needed_.push_back(samples_.in(list));
   }
 
-  // Returns the shares of each receiver, by its position.
-  std::map<int64_t, Shares> all() {
+  // Returns the shares of each receiver, by its position. Call it once.
+  std::map<int64_t, Shares> compute() {
     for (size_t to = 0; to < dst_.shards.size(); ++to) add_requests(static_cast<int64_t>(to));
     std::stable_sort(requests_.begin(), requests_.end(), [&](const Request& a, const Request& b) {
       return sample_ranges_[a.sample_range].lists.size() < sample_ranges_[b.sample_range].lists.size();
     });
-    for (const Request& request : requests_) serve(request);
+    for (const Request& request : requests_) assign(request);
     std::map<int64_t, Shares> shares;
-    for (auto& [to, by_slot] : taken_) {
+    for (auto& [to, by_shard] : assigned_) {
       Shares& own = shares[to];
-      for (auto& [shard, elements] : by_slot) {
+      for (auto& [shard, elements] : by_shard) {
         own.push_back({shard, samples_.repeated(sorted_by_begin(std::move(elements)))});
       }
     }
@@ -86,7 +88,7 @@ class IndexedExchange::Choice {
     for (const std::vector<IntervalList>* lists : sides) {
       for (const IntervalList& list : *lists) {
         runs += ascend ? samples_.max_intervals_in(list) : static_cast<int64_t>(list.size());
-        check_user(runs <= kMaxListed,
+        check_user(runs <= kMaxRunsOfAxis,
                    "placements: number of runs to compare over all ranks must be at most 2^24, got ", runs,
                    " or more; ",
                    ascend ? "choose layouts with a short common period"
@@ -96,9 +98,9 @@ class IndexedExchange::Choice {
     return runs;
   }
 
-  // Returns the maximum number of ranks that may send the same repetitions. A range of one element per repetition
-  // cannot be divided within a sample, so each of these ranks needs samples of its own to send its share.
-  int64_t most_servers() const {
+  // Returns the maximum number of ranks that may send elements of the same range of a sample with repetitions. A range
+  // of one element per repetition cannot be divided within a sample, so each of these ranks needs a sample of its own.
+  int64_t max_senders() const {
     int64_t most = 1;
     for (const SampleRange& sample_range : sample_ranges_) {
       if (sample_range.lists.size() < 2 || sample_range.count == 1) continue;
@@ -116,12 +118,12 @@ class IndexedExchange::Choice {
     sample_ranges_ = sample_ranges(samples_, lists);
   }
 
-  // Adds the requests of the receiver at position `to`. Elements that it holds are taken from its own shard.
+  // Adds the requests of the receiver at position `to`. Assigns elements that it holds to its own shard.
   void add_requests(int64_t to) {
     const Rank rank = dst_.mesh->rank_at(Position{to});
     const std::optional<Position> before = src_.mesh->position_of(rank);
     const int64_t own = before ? src_.shards[*before][axis_] : -1;
-    taken_[to];
+    assigned_[to];  // an entry even if the receiver needs nothing
     for (const Interval& interval : needed_[dst_.shards[to][axis_]]) {
       auto at = std::partition_point(
           sample_ranges_.begin(), sample_ranges_.end(),
@@ -129,7 +131,7 @@ class IndexedExchange::Choice {
       for (; at != sample_ranges_.end() && at->interval.begin < interval.end; ++at) {
         const Interval both{std::max(interval.begin, at->interval.begin), std::min(interval.end, at->interval.end)};
         if (std::binary_search(at->lists.begin(), at->lists.end(), own)) {
-          taken_[to][own].push_back(both);  // kept by the rank, not sent
+          assigned_[to][own].push_back(both);  // kept by the rank, not sent
         } else {
           requests_.push_back({to, static_cast<size_t>(at - sample_ranges_.begin()), both});
         }
@@ -137,10 +139,10 @@ class IndexedExchange::Choice {
     }
   }
 
-  // Takes a request from one shard, the nearest, or divides it with kEvenBytes.
-  void serve(const Request& request) {
+  // Assigns a request to the nearest shard; with kEvenBytes, divides it among all shards that have its elements.
+  void assign(const Request& request) {
     const std::vector<int64_t>& shards = sample_ranges_[request.sample_range].lists;
-    if (shards.size() > 1 && policy_ == ReplicaPolicy::kEvenBytes) return serve_from_all(request);
+    if (shards.size() > 1 && policy_ == ReplicaPolicy::kEvenBytes) return divide(request);
     int64_t best = shards.front();
     if (shards.size() > 1) {
       const Rank to = dst_.mesh->rank_at(Position{request.to});
@@ -157,31 +159,33 @@ class IndexedExchange::Choice {
         of_best = of_shard;
       }
     }
-    take(request, best, request.interval);
+    assign_to(request, best, request.interval);
   }
 
-  // Divides a request among the shards that send least, so that they are filled up to a common level.
-  void serve_from_all(const Request& request) {
+  // Divides a request among the shards that send least, so that their ranks then send equally much. Example: 10
+  // elements that three shards of one rank each have, which send 4, 0 and 9 elements so far. The first two send 3 and 7
+  // of them, so that each has sent 7. The third sends none.
+  void divide(const Request& request) {
     std::vector<int64_t> shards = sample_ranges_[request.sample_range].lists;
     std::stable_sort(shards.begin(), shards.end(), [&](int64_t a, int64_t b) { return sends_less(a, b); });
     const int64_t count = sample_ranges_[request.sample_range].count;
     int64_t left = request.interval.extent();
-    __int128 sum = static_cast<__int128>(left) * count;  // plus the elements that these shards send so far
-    int64_t ranks = 0;
-    size_t givers = 0;
-    while (givers < shards.size()) {
-      const int64_t next = shards[givers];
-      if (givers > 0 && static_cast<__int128>(sent_[next]) * ranks >= sum * num_ranks(next)) break;
+    __int128 sum = static_cast<__int128>(left) * count;  // of the request and of elements that these shards send so far
+    int64_t ranks = 0;                                   // number of ranks of these shards
+    size_t num_senders = 0;                              // number of these shards
+    while (num_senders < shards.size()) {
+      const int64_t next = shards[num_senders];
+      if (num_senders > 0 && static_cast<__int128>(sent_[next]) * ranks >= sum * num_ranks(next)) break;
       sum += sent_[next];
       ranks += num_ranks(next);
-      ++givers;
+      ++num_senders;
     }
     int64_t begin = request.interval.begin;
-    for (size_t i = 0; i < givers; ++i) {
+    for (size_t i = 0; i < num_senders; ++i) {
       const auto level = static_cast<int64_t>((sum * num_ranks(shards[i]) + ranks - 1) / ranks);
       const int64_t missing = std::max<int64_t>(level - sent_[shards[i]], 0);
-      const int64_t amount = i + 1 == givers ? left : std::min((missing + count - 1) / count, left);
-      if (amount > 0) take(request, shards[i], {begin, begin + amount});
+      const int64_t amount = i + 1 == num_senders ? left : std::min((missing + count - 1) / count, left);
+      if (amount > 0) assign_to(request, shards[i], {begin, begin + amount});
       begin += amount;
       left -= amount;
     }
@@ -195,9 +199,9 @@ class IndexedExchange::Choice {
     return static_cast<__int128>(sent_[a]) * num_ranks(b) < static_cast<__int128>(sent_[b]) * num_ranks(a);
   }
 
-  // Lets a shard send a part of a request.
-  void take(const Request& request, int64_t shard, Interval interval) {
-    taken_[request.to][shard].push_back(interval);
+  // Lets a shard send these elements of a request.
+  void assign_to(const Request& request, int64_t shard, Interval interval) {
+    assigned_[request.to][shard].push_back(interval);
     sent_[shard] += interval.extent() * sample_ranges_[request.sample_range].count;
   }
 
@@ -211,7 +215,7 @@ class IndexedExchange::Choice {
   std::vector<std::vector<Rank>> ranks_;       // by shard of the source: the ranks that hold it
   std::vector<int64_t> sent_;                  // by shard of the source: elements that its ranks send so far
   std::vector<Request> requests_;
-  std::map<int64_t, std::map<int64_t, std::vector<Interval>>> taken_;  // by receiver and shard
+  std::map<int64_t, std::map<int64_t, std::vector<Interval>>> assigned_;  // by receiver and shard
 };
 
 IndexedExchange::IndexedExchange(const Layout& src, const Layout& dst, ReplicaPolicy policy)
@@ -230,14 +234,12 @@ IndexedExchange::IndexedExchange(AxisGrids grids, int64_t item_bytes, ReplicaPol
   check_invariant(policy != ReplicaPolicy::kAligned, "a rearrangement has ReplicaPolicy::kAligned");
   check_invariant(src_.axes.size() == dst_.axes.size(), "the grids of a rearrangement have ", src_.axes.size(), " and ",
                   dst_.axes.size(), " axes");
-  for (size_t axis = 0; axis < src_.axes.size(); ++axis) shares_.push_back(Choice(src_, dst_, axis, policy_).all());
+  for (size_t axis = 0; axis < src_.axes.size(); ++axis) {
+    shares_.push_back(AxisShares(src_, dst_, axis, policy_).compute());
+  }
   compute_messages();
   if (policy_ == ReplicaPolicy::kEvenBytes) compute_messages_by_cells();
   index_message_ranges();
-}
-
-const IndexedExchange::Shares& IndexedExchange::shares_of(size_t axis, int64_t to) const {
-  return shares_[axis].at(to);
 }
 
 Region IndexedExchange::elements_of(const MessageRange& message) const {
@@ -251,11 +253,11 @@ Region IndexedExchange::elements_of(const MessageRange& message) const {
   return region;
 }
 
-// A part of the source is one axis shard on each axis. Every combination of a receiver's shares is wanted from one
+// A part of the source is one axis shard on each axis. Every combination of a receiver's shares is requested from one
 // part. divide_among() then chooses among the part's candidate senders.
 void IndexedExchange::compute_messages() {
-  std::map<std::vector<int64_t>, std::vector<int64_t>> senders;      // positions, by part
-  std::map<std::vector<int64_t>, std::vector<MessageRange>> wanted;  // by part
+  std::map<std::vector<int64_t>, std::vector<int64_t>> senders;        // positions, by part
+  std::map<std::vector<int64_t>, std::vector<MessageRange>> requests;  // by part
   for (size_t p = 0; p < src_.shards.size(); ++p) senders[src_.shards[p]].push_back(static_cast<int64_t>(p));
   for (int64_t to = 0; to < static_cast<int64_t>(dst_.shards.size()); ++to) {
     const std::optional<Position> before = src_.mesh->position_of(dst_.mesh->rank_at(Position{to}));
@@ -275,16 +277,17 @@ void IndexedExchange::compute_messages() {
         count *= length(share.elements);
       }
       if (count == 0 || (before && src_.shards[*before] == part)) continue;
-      wanted[part].push_back({0, to, combination, {0, count}});
+      requests[part].push_back({0, to, combination, {0, count}});
     }
   }
   std::vector<int64_t> sent(src_.shards.size(), 0);
-  for (auto& [part, of_part] : wanted) divide_among(senders.at(part), std::move(of_part), sent);
+  for (auto& [part, requests_of_part] : requests) divide_among(senders.at(part), std::move(requests_of_part), sent);
 }
 
 // compute_messages() treats each axis as if all ranks with a shard had all elements of the other axes. So if elements
-// are on several shards of one axis and another axis is cut too, some rank may send more than the least. Then the
-// messages are recomputed by cells.
+// are on several shards of one axis and another axis is cut too, some rank may send more than necessary. If it sends
+// too much more, the messages are recomputed: every share is then a class, every combination of shares a cell, and each
+// cell's senders and their numbers of elements come from the flow.
 void IndexedExchange::compute_messages_by_cells() {
   std::vector<int64_t> sent(src_.shards.size(), 0);
   std::vector<int64_t> received(dst_.shards.size(), 0);
@@ -294,24 +297,24 @@ void IndexedExchange::compute_messages_by_cells() {
   }
   const int64_t most_sent = *std::max_element(sent.begin(), sent.end());
   const int64_t most_received = *std::max_element(received.begin(), received.end());
-  const auto is_near = [&](int64_t least) { return most_sent - least <= least / kSentAboveFraction; };
-  if (is_near(most_received)) return;
+  const auto is_close_to = [&](int64_t least) { return most_sent - least <= least / kExcessDivisor; };
+  if (is_close_to(most_received)) return;
   const std::optional<Cells> cells = Cells::of(src_, dst_, ranks_);
   if (!cells) return;
   const int64_t least = cells->direct_load().rounded_up();
-  if (is_near(least)) return;
+  if (is_close_to(least)) return;
 
   message_ranges_.clear();
-  // Indices of shares, by axis, class and receiver.
-  std::vector<std::vector<std::map<int64_t, int64_t>>> numbers(shares_.size());
+  // By axis, class and receiver: the index of the class in the receiver's shares.
+  std::vector<std::vector<std::map<int64_t, int64_t>>> share_indices(shares_.size());
   for (size_t axis = 0; axis < shares_.size(); ++axis) {
     shares_[axis].clear();
-    numbers[axis].resize(cells->classes(axis).size());
-    for (size_t i = 0; i < numbers[axis].size(); ++i) {
+    share_indices[axis].resize(cells->classes(axis).size());
+    for (size_t i = 0; i < share_indices[axis].size(); ++i) {
       for (const size_t rank : cells->classes(axis)[i].after.indices()) {
         const int64_t to = *dst_.mesh->position_of(ranks_[rank]);
         Shares& shares = shares_[axis][to];
-        numbers[axis][i][to] = static_cast<int64_t>(shares.size());
+        share_indices[axis][i][to] = static_cast<int64_t>(shares.size());
         shares.push_back({static_cast<int64_t>(i), cells->classes(axis)[i].elements});
       }
     }
@@ -325,8 +328,8 @@ void IndexedExchange::compute_messages_by_cells() {
       const int64_t to = *dst_.mesh->position_of(ranks_[receiver]);
       int64_t combination = 0;
       for (size_t axis = 0; axis < shares_.size(); ++axis) {
-        combination =
-            combination * static_cast<int64_t>(shares_[axis].at(to).size()) + numbers[axis][cell.classes[axis]].at(to);
+        combination = combination * static_cast<int64_t>(shares_[axis].at(to).size()) +
+                      share_indices[axis][cell.classes[axis]].at(to);
       }
       for (int64_t begin = 0; begin < cell.elements;) {
         if (left == 0) left = (++sender_share)->second;
@@ -355,12 +358,12 @@ void IndexedExchange::index_message_ranges() {
   }
 }
 
-// Sends whole messages from the nearest candidate sender; or arranges all requests of one part in a queue and divides
-// the queue into one range for each candidate sender.
-void IndexedExchange::divide_among(const std::vector<int64_t>& senders, std::vector<MessageRange> wanted,
+// With whole messages, chooses the nearest candidate sender for each request. Otherwise arranges the requests in a
+// queue, as in GridExchange, and divides the queue into one range for each candidate sender.
+void IndexedExchange::divide_among(const std::vector<int64_t>& senders, std::vector<MessageRange> requests,
                                    std::vector<int64_t>& sent) {
   if (senders.size() == 1 || policy_ == ReplicaPolicy::kWholeMessages) {
-    for (MessageRange& message : wanted) {
+    for (MessageRange& message : requests) {
       const Rank to = receiver(message);
       const auto order = [&](int64_t sender) {
         return std::tuple(distance(src_.mesh->rank_at(Position{sender}), to), sent[sender], sender);
@@ -373,11 +376,11 @@ void IndexedExchange::divide_among(const std::vector<int64_t>& senders, std::vec
     return;
   }
   int64_t total = 0;
-  for (const MessageRange& message : wanted) total += message.range.end;
+  for (const MessageRange& message : requests) total += message.range.end;
   const auto count = static_cast<int64_t>(senders.size());
   const int64_t quota = (total + count - 1) / count;
   int64_t begin_in_queue = 0;
-  for (const MessageRange& message : wanted) {
+  for (const MessageRange& message : requests) {
     for (int64_t begin = begin_in_queue; begin < begin_in_queue + message.range.end;) {
       const int64_t end = std::min(begin_in_queue + message.range.end, (begin / quota + 1) * quota);
       message_ranges_.push_back(

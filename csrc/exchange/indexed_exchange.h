@@ -3,15 +3,21 @@
 // defines axis, axis shard and candidate sender.
 //
 // With ReplicaPolicy::kWholeMessages, an element that several shards have, or a part that several ranks hold, is sent
-// by the nearest rank: its number shares the longest binary prefix with the receiver's. If the ranks per node are a
-// power of two, ranks on the receiver's node are nearest. Of equally near ranks, the one that sends least so far is
-// chosen. With ReplicaPolicy::kEvenBytes distance does not count, and elements with several candidate senders are
-// divided so that these send as equally as possible.
+// by the nearest rank: the rank whose number shares the longest binary prefix with the receiver's number. If the ranks
+// per node are a power of two, ranks on the receiver's node are nearest. Of equally near ranks, the rank that sends
+// least so far is chosen. With ReplicaPolicy::kEvenBytes distance does not count, and elements with several candidate
+// senders are divided so that these send as equally as possible.
 //
-// The received bytes are the least possible. With ReplicaPolicy::kEvenBytes, the bytes sent by the busiest rank are
-// within a twentieth of the least (or of the most that a rank receives, if that is more). First, each axis is divided
-// as if it were the only one; requests with the fewest candidate senders are served first. If the result is not near
-// enough, an exact flow over cells (exchange/cells.h) divides all axes together. With too many cells the first division
+// Example: 12 rows. Rank 0 holds rows 6 to 11 and then 0 to 5, rank 1 holds all rows in order, and ranks 4 to 6 need
+// them as S(0).
+//
+//   kWholeMessages    0 -> 4: rows 0 to 3    1 -> 5: rows 4 to 7    0 -> 6: rows 8 to 11
+//   kEvenBytes        ranks 0 and 1 each send 2 rows to each of ranks 4, 5 and 6
+//
+// The received bytes are the least possible. With ReplicaPolicy::kEvenBytes, the busiest rank sends at most 5% more
+// than the least possible (or than the most that a rank receives, if that is more). First, each axis is divided as if
+// it were the only one, and requests with the fewest candidate senders are divided first. If the busiest rank sends too
+// much, an exact flow over cells (exchange/cells.h) divides all axes together. With too many cells the first division
 // stays.
 //
 // Takes time and memory in proportion to the pairs of ranks that exchange data, and to the intervals that lists have in
@@ -52,7 +58,8 @@ class IndexedExchange final : public Exchange {
   std::optional<std::map<std::vector<Rank>, int64_t>> demand() const override;
 
  private:
-  // Elements of an axis that one shard of the source sends; with cells, the elements of one class.
+  // Elements of an axis that a receiver gets from one shard of the source; after compute_messages_by_cells(), the
+  // elements of one class.
   struct Share {
     int64_t shard = 0;      // index of the axis shard, or of the class
     IntervalList elements;  // ascending
@@ -65,10 +72,10 @@ class IndexedExchange final : public Exchange {
     int64_t combination = 0;  // index of the combination of shares, the last axis fastest
     Interval range;
   };
-  class Choice;
+  class AxisShares;
 
-  // Returns the shares of an axis that the receiver at position `to` needs or keeps.
-  const Shares& shares_of(size_t axis, int64_t to) const;
+  // Returns the shares of an axis for the receiver at position `to`, including elements that it keeps.
+  const Shares& shares_of(size_t axis, int64_t to) const { return shares_[axis].at(to); }
   // Returns the elements of a message's combination of shares, by axis. The message's range is a part of them.
   Region elements_of(const MessageRange& message) const;
   using Indices = std::map<Rank, std::vector<size_t>>;  // indices in message_ranges_
@@ -81,9 +88,11 @@ class IndexedExchange final : public Exchange {
   // Replaces the messages by those of an exact flow over cells, if the busiest rank sends too much.
   void compute_messages_by_cells();
   void index_message_ranges();  // fills sent_by_ and received_by_
-  // Divides what receivers want of one part among its candidate senders, given by position. `sent` has the elements of
-  // whole messages that each position sends so far, and is updated.
-  void divide_among(const std::vector<int64_t>& senders, std::vector<MessageRange> wanted, std::vector<int64_t>& sent);
+  // Divides the requested elements of one part of the source among its candidate senders, which are given by position,
+  // and appends the messages. `requests` are messages without senders. `sent` has the number of elements that each
+  // position sends so far. It is updated, and only used with whole messages.
+  void divide_among(const std::vector<int64_t>& senders, std::vector<MessageRange> requests,
+                    std::vector<int64_t>& sent);
 
   ReplicaPolicy policy_;
   AxisGrid src_;
