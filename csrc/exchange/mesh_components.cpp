@@ -20,7 +20,7 @@ struct MeshExchange::Adjacency {
 
   // Numbers of the parts that the members hold and need. Member a can have elements for member b only if the pair
   // (held[a], needed[b]) is in `overlap`.
-  struct Numbers {
+  struct PartNumbers {
     std::vector<int> held;
     std::vector<int> needed;
     std::vector<std::pair<int, int>> overlap;
@@ -28,7 +28,7 @@ struct MeshExchange::Adjacency {
     int num_needed = 0;
   };
   // Removes the pairs of members (a, b) for which the numbers show that a has no elements for b.
-  void keep(const Numbers& numbers) {
+  void remove_disjoint_pairs(const PartNumbers& numbers) {
     const size_t k = receivers.size();
     std::vector<IndexSet> holding(numbers.num_held, IndexSet::none_of(k));
     std::vector<IndexSet> needing(numbers.num_needed, IndexSet::none_of(k));
@@ -57,10 +57,10 @@ struct MeshExchange::Adjacency {
 MeshExchange::Adjacency MeshExchange::adjacency_of(const Group& group) const {
   const Mesh& mesh = before_.mesh();
   Adjacency adjacency(group.positions.size());
-  Adjacency::Numbers tie_values;
+  Adjacency::PartNumbers tie_values;
   std::map<std::vector<int64_t>, int> numbers;
   const auto number_of = [&](std::vector<int64_t> values, int64_t position) {
-    for (const int d : replicas_.to_vector()) values.push_back(mesh.coordinate(position, d));
+    for (const int d : replica_dims_.to_vector()) values.push_back(mesh.coordinate(position, d));
     return numbers.emplace(std::move(values), static_cast<int>(numbers.size())).first->second;
   };
   for (const int64_t member : group.positions) {
@@ -75,9 +75,9 @@ MeshExchange::Adjacency MeshExchange::adjacency_of(const Group& group) const {
   }
   tie_values.num_held = tie_values.num_needed = static_cast<int>(numbers.size());
   for (int v = 0; v < tie_values.num_held; ++v) tie_values.overlap.emplace_back(v, v);
-  adjacency.keep(tie_values);
+  adjacency.remove_disjoint_pairs(tie_values);
   for (size_t t = 0; t < (is_regular_ ? 0 : ndim_); ++t) {
-    Adjacency::Numbers parts;
+    Adjacency::PartNumbers parts;
     std::vector<Part> held;
     std::vector<Part> needed;
     std::map<const IntervalList*, int> held_numbers;
@@ -98,7 +98,7 @@ MeshExchange::Adjacency MeshExchange::adjacency_of(const Group& group) const {
         if (shared_runs(held[h], needed[n]).length > 0) parts.overlap.emplace_back(h, n);
       }
     }
-    adjacency.keep(parts);
+    adjacency.remove_disjoint_pairs(parts);
   }
   return adjacency;
 }
@@ -153,14 +153,14 @@ bool MeshExchange::find_all_exchange(Group& group) const {
     connect(group);
     return group.components.size() == 1 && group.all_pairs_exchange[0];
   }
-  if (!replicas_.empty() && before_.mesh().group_size(replicas_) > 1) return false;
+  if (!replica_dims_.empty() && before_.mesh().group_size(replica_dims_) > 1) return false;
   const Mesh& mesh = before_.mesh();
-  int64_t exchanging = mesh.group_size(cutting_ - after_.cut_dims());
+  int64_t exchanging = mesh.group_size(cutting_dims_ - after_.cut_dims());
   for (int t = 0; t < static_cast<int>(ndim_); ++t) {
     const MeshDimSet cutting = dims_of(after_.cuts(t)) & group_dims_;
     int64_t num_overlaps = 0;
     for (const int64_t member : mesh.group(group.least, cutting)) {
-      for (const Overlap& overlap : overlaps(t, member, true)) num_overlaps += overlap.times;
+      for (const OverlapClass& overlap : overlap_classes(t, member, true)) num_overlaps += overlap.times;
     }
     exchanging *= num_overlaps;
   }

@@ -78,24 +78,23 @@ MeshExchange::MeshExchange(const Layout& before, const Layout& after, MeshDimSet
       policy_(policy),
       rounds_(rounds),
       ndim_(before.ndim()),
-      cutting_(group_dims & before.cut_dims()),
-      replicas_(group_dims - before.cut_dims()),
-      spanned_(group_dims.to_vector()),
-      idle_receivers_(before.mesh().group_size(cutting_ - after.cut_dims())),
-      common_(before, after),
+      cutting_dims_(group_dims & before.cut_dims()),
+      replica_dims_(group_dims - before.cut_dims()),
+      receivers_per_part_(before.mesh().group_size(cutting_dims_ - after.cut_dims())),
+      kept_elements_(before, after),
       held_(before),
       needed_(after) {
-  is_regular_ = policy == ReplicaPolicy::kAligned && !common_.matchings().empty();
-  needed_by_each_ = sent_ = after.largest_part_elements();
-  for (const Matching& matching : common_.matchings()) {
-    from_each_ *= matching.elements_per_overlap();
+  is_regular_ = policy == ReplicaPolicy::kAligned && !kept_elements_.matchings().empty();
+  needed_by_each_ = sent_elements_ = after.largest_part_elements();
+  for (const Matching& matching : kept_elements_.matchings()) {
+    message_elements_ *= matching.elements_per_overlap();
     sources_ *= matching.sources();
     for (const Matching::Common& digit : matching.digits()) {
       if (digit.is_tie()) ties_.push_back(digit);
       if (digit.before.mesh_dim < 0 || digit.after.mesh_dim < 0) continue;
       if (before.cut_dims().contains(digit.after.mesh_dim)) continue;
-      sent_ *= digit.radix;
-      ties_with_replicas_.push_back(digit);
+      sent_elements_ *= digit.radix;
+      replica_ties_.push_back(digit);
     }
   }
 }
@@ -183,62 +182,62 @@ const Coordinates& MeshExchange::coordinates(int64_t position) const {
 }
 
 Traffic MeshExchange::traffic_at(int64_t position) const {
-  if (policy_ != ReplicaPolicy::kAligned) return pairwise_at(position);
-  if (!is_regular_) return walked_at(position);
+  if (policy_ != ReplicaPolicy::kAligned) return traffic_by_pairs(position);
+  if (!is_regular_) return traffic_by_dims(position);
   bool sends = true;
-  for (const Matching::Common& tie : ties_with_replicas_) sends = sends && tie.agrees_at(mesh(), position);
-  return closed_form(common_.at(position), sends);
+  for (const Matching::Common& tie : replica_ties_) sends = sends && tie.agrees_at(mesh(), position);
+  return regular_traffic(kept_elements_.at(position), sends);
 }
 
 // A rank needs the same number of elements from each source, in one message per round but at most one per element.
-Traffic MeshExchange::closed_form(int64_t own, bool sends) const {
-  const int64_t messages_each = std::min(rounds_, from_each_);
+Traffic MeshExchange::regular_traffic(int64_t own, bool sends) const {
+  const int64_t messages_each = std::min(rounds_, message_elements_);
   const int64_t itself = own > 0 ? 1 : 0;
   Traffic traffic{(needed_by_each_ - own) * item_bytes(), 0, (sources_ - itself) * messages_each, 0};
   if (sends) {
-    traffic.sent_bytes = (sent_ - own) * item_bytes();
-    traffic.sent_messages = (sent_ / from_each_ - itself) * messages_each;
+    traffic.sent_bytes = (sent_elements_ - own) * item_bytes();
+    traffic.sent_messages = (sent_elements_ / message_elements_ - itself) * messages_each;
   }
   return traffic;
 }
 
 std::optional<Traffic> MeshExchange::upper_bound() const {
   if (!is_regular_) return std::nullopt;
-  const bool some_share_nothing = !common_.varying_dims().empty();
-  return closed_form(some_share_nothing ? 0 : common_.at(0), true);
+  const bool some_share_nothing = !kept_elements_.varying_dims().empty();
+  return regular_traffic(some_share_nothing ? 0 : kept_elements_.at(0), true);
 }
 
 // Computes the traffic of all members of the group at once, from every pair.
-Traffic MeshExchange::pairwise_at(int64_t position) const {
-  if (!pairwise_.contains(position)) {
+Traffic MeshExchange::traffic_by_pairs(int64_t position) const {
+  if (!traffic_of_pairs_.contains(position)) {
     const Group& all = group(position);
-    for (const int64_t member : all.positions) pairwise_.try_emplace(member);
+    for (const int64_t member : all.positions) traffic_of_pairs_.try_emplace(member);
     for (size_t from = 0; from < all.positions.size(); ++from) {
       for (size_t to = 0; to < all.positions.size(); ++to) {
         const int64_t elements = all.sending->range(from, to).extent();
         if (from == to || elements == 0) continue;
         const int64_t bytes = elements * item_bytes();
         const int64_t messages = std::min(rounds_, elements);
-        Traffic& of_sender = pairwise_[all.positions[from]];
+        Traffic& of_sender = traffic_of_pairs_[all.positions[from]];
         of_sender = of_sender + Traffic{0, bytes, 0, messages};
-        Traffic& of_receiver = pairwise_[all.positions[to]];
+        Traffic& of_receiver = traffic_of_pairs_[all.positions[to]];
         of_receiver = of_receiver + Traffic{bytes, 0, messages, 0};
       }
     }
   }
-  return pairwise_[position];
+  return traffic_of_pairs_[position];
 }
 
 // Each combination of coordinates on the mesh dims that cut `before` is one rank that may hold a part of the needed
 // elements. Tensor dims are cut by different mesh dims, so their counts multiply. Sent elements are counted in the same
 // way from the other side: over the receivers with this rank's coordinates on the replica dims. A part takes as many
 // messages as there are rounds, but at most one per element.
-Traffic MeshExchange::walked_at(int64_t position) const {
+Traffic MeshExchange::traffic_by_dims(int64_t position) const {
   const Coordinates& at = coordinates(position);
-  if (rounds_ > 1) return walked_in_rounds(at);
+  if (rounds_ > 1) return traffic_by_dims_in_rounds(at);
   Factors all;
   for (int t = 0; t < before_.ndim(); ++t) {
-    ByCoordinates<Factors>& known = peers_of_dim(t).factors;
+    ByCoordinates<Factors>& known = counts_of_dim(t).factors;
     const auto make = [&] { return factors_at(t, at); };
     const Factors factors = known.fits_table() ? known.at(at, make) : make();
     all.own *= factors.own;
@@ -248,40 +247,40 @@ Traffic MeshExchange::walked_at(int64_t position) const {
     all.receivers *= factors.receivers;
   }
   const int64_t itself = std::min<int64_t>(all.own, 1);
-  return {(all.needed - all.own) * item_bytes(), (all.sent * idle_receivers_ - all.own) * item_bytes(),
-          all.sources - itself, all.receivers * idle_receivers_ - itself};
+  return {(all.needed - all.own) * item_bytes(), (all.sent * receivers_per_part_ - all.own) * item_bytes(),
+          all.sources - itself, all.receivers * receivers_per_part_ - itself};
 }
 
 MeshExchange::Factors MeshExchange::factors_at(int tensor_dim, const Coordinates& at) const {
   const KnownParts::Part& before = held_.at(tensor_dim, at);
   const KnownParts::Part& after = needed_.at(tensor_dim, at);
-  const Peers& receivers = receivers_at(tensor_dim, at, before.list);
+  const PeerCounts& receivers = receiver_counts(tensor_dim, at, before.list);
   return {intersection_length(before.list, after.list), after.length, receivers.elements,
-          sources_at(tensor_dim, at, after.list).count, receivers.count};
+          source_counts(tensor_dim, at, after.list).count, receivers.count};
 }
 
-Traffic MeshExchange::walked_in_rounds(const Coordinates& at) const {
+Traffic MeshExchange::traffic_by_dims_in_rounds(const Coordinates& at) const {
   Factors all;
-  std::vector<const Peers*> sources;
-  std::vector<const Peers*> receivers;
+  std::vector<const PeerCounts*> sources;
+  std::vector<const PeerCounts*> receivers;
   for (int t = 0; t < before_.ndim(); ++t) {
     const Factors factors = factors_at(t, at);
     all.own *= factors.own;
     all.needed *= factors.needed;
     all.sent *= factors.sent;
-    sources.push_back(&sources_at(t, at, needed_.at(t, at).list));
-    receivers.push_back(&receivers_at(t, at, held_.at(t, at).list));
+    sources.push_back(&source_counts(t, at, needed_.at(t, at).list));
+    receivers.push_back(&receiver_counts(t, at, held_.at(t, at).list));
   }
   const int64_t to_itself = std::min(all.own, rounds_);
-  return {(all.needed - all.own) * item_bytes(), (all.sent * idle_receivers_ - all.own) * item_bytes(),
-          messages_with(sources) - to_itself, messages_with(receivers) * idle_receivers_ - to_itself};
+  return {(all.needed - all.own) * item_bytes(), (all.sent * receivers_per_part_ - all.own) * item_bytes(),
+          num_messages(sources) - to_itself, num_messages(receivers) * receivers_per_part_ - to_itself};
 }
 
 // Multiplies the counts of peers by length, tensor dim by tensor dim. A peer with e elements has min(e, rounds)
 // messages.
-int64_t MeshExchange::messages_with(const std::vector<const Peers*>& by_dim) const {
+int64_t MeshExchange::num_messages(const std::vector<const PeerCounts*>& by_dim) const {
   ByLength all{{1, 1}};
-  for (const Peers* peers : by_dim) {
+  for (const PeerCounts* peers : by_dim) {
     ByLength finer;
     for (const auto& [length, parts] : peers->by_length) {
       for (const auto& [elements, others] : all) finer[std::min(elements * length, rounds_)] += others * parts;
@@ -298,36 +297,40 @@ int64_t MeshExchange::elements_between(int64_t from, int64_t to) const {
     const Group& all = group(from);
     return all.sending->range(index_of(all, from), index_of(all, to)).extent();
   }
-  return may_send(from, to) ? shared(held(from), needed(to)).count : 0;
+  return may_send(from, to) ? common_extent(held(from), needed(to)).count : 0;
 }
 
-int64_t MeshExchange::messages_to_keepers(int64_t position) const {
+int64_t MeshExchange::reduce_scatter_messages(int64_t position) const {
   const Coordinates& at = coordinates(position);
-  std::vector<Peers> keepers;
-  std::vector<const Peers*> by_dim;
+  std::vector<PeerCounts> keepers;
+  std::vector<const PeerCounts*> by_dim;
   keepers.reserve(before_.ndim());
   for (int t = 0; t < before_.ndim(); ++t) {
     const IntervalList& held = held_.at(t, at).list;
-    by_dim.push_back(&keepers.emplace_back(peers_in(after_, t, at, group_dims_, held)));
+    by_dim.push_back(&keepers.emplace_back(count_peers(after_, t, at, group_dims_, held)));
   }
-  return messages_with(by_dim) - std::min(num_needed(position), rounds_);
+  return num_messages(by_dim) - std::min(num_needed(position), rounds_);
 }
 
 // The sources and the receivers depend on the coordinates that determine this rank's part, and on the coordinates that
 // it shares with all peers.
-const MeshExchange::Peers& MeshExchange::sources_at(int tensor_dim, const Coordinates& at,
-                                                    const IntervalList& needed) const {
-  return peers_of_dim(tensor_dim).sources.at(at, [&] { return peers_in(before_, tensor_dim, at, cutting_, needed); });
+const MeshExchange::PeerCounts& MeshExchange::source_counts(int tensor_dim, const Coordinates& at,
+                                                            const IntervalList& needed) const {
+  return counts_of_dim(tensor_dim).sources.at(at, [&] {
+    return count_peers(before_, tensor_dim, at, cutting_dims_, needed);
+  });
 }
 
-const MeshExchange::Peers& MeshExchange::receivers_at(int tensor_dim, const Coordinates& at,
-                                                      const IntervalList& held) const {
-  return peers_of_dim(tensor_dim).receivers.at(at, [&] { return peers_in(after_, tensor_dim, at, cutting_, held); });
+const MeshExchange::PeerCounts& MeshExchange::receiver_counts(int tensor_dim, const Coordinates& at,
+                                                              const IntervalList& held) const {
+  return counts_of_dim(tensor_dim).receivers.at(at, [&] {
+    return count_peers(after_, tensor_dim, at, cutting_dims_, held);
+  });
 }
 
-MeshExchange::Peers MeshExchange::peers_in(const Layout& layout, int tensor_dim, const Coordinates& at,
-                                           MeshDimSet varying, const IntervalList& list) const {
-  Peers peers;
+MeshExchange::PeerCounts MeshExchange::count_peers(const Layout& layout, int tensor_dim, const Coordinates& at,
+                                                   MeshDimSet varying, const IntervalList& list) const {
+  PeerCounts peers;
   for_each_overlap(mesh(), layout.shape()[tensor_dim], layout.cuts(tensor_dim), position_at(mesh(), at), varying, list,
                    [&](int64_t elements, int64_t times) {
                      peers.count += times;
@@ -338,19 +341,21 @@ MeshExchange::Peers MeshExchange::peers_in(const Layout& layout, int tensor_dim,
   return peers;
 }
 
-MeshExchange::PeersOfDim& MeshExchange::peers_of_dim(int tensor_dim) const {
-  for (int t = static_cast<int>(peers_.size()); t < static_cast<int>(ndim_); ++t) {
+MeshExchange::CountsOfDim& MeshExchange::counts_of_dim(int tensor_dim) const {
+  for (int t = static_cast<int>(counts_.size()); t < static_cast<int>(ndim_); ++t) {
     const MeshDimSet before = dims_of(before_.cuts(t));
     const MeshDimSet after = dims_of(after_.cuts(t));
-    peers_.push_back(
-        {{mesh(), after | (before - cutting_)}, {mesh(), before | (after - cutting_)}, {mesh(), before | after}});
+    counts_.push_back({{mesh(), after | (before - cutting_dims_)},
+                       {mesh(), before | (after - cutting_dims_)},
+                       {mesh(), before | after}});
   }
-  return peers_[tensor_dim];
+  return counts_[tensor_dim];
 }
 
 // Returns the number of members of the group around a position for each length of their part of a tensor dim, among
 // members that differ only in mesh dims that cut it.
-std::map<int64_t, int64_t> MeshExchange::lengths(const Layout& layout, int tensor_dim, int64_t position) const {
+std::map<int64_t, int64_t> MeshExchange::part_lengths_in_group(const Layout& layout, int tensor_dim,
+                                                               int64_t position) const {
   const std::vector<Cut>& cuts = layout.cuts(tensor_dim);
   if (!layout.is_restricted()) {
     return part_lengths(layout.mesh(), layout.shape()[tensor_dim], cuts, position, group_dims_);
@@ -368,7 +373,7 @@ bool MeshExchange::hold_equally(int64_t position) const {
   const Layout& layout = before_;
   bool all_equal = true;
   for (int t = 0; t < layout.ndim(); ++t) {
-    const std::map<int64_t, int64_t> held = lengths(layout, t, position);
+    const std::map<int64_t, int64_t> held = part_lengths_in_group(layout, t, position);
     if (held.rbegin()->first == 0) return true;
     all_equal = all_equal && held.size() == 1;
   }
@@ -382,7 +387,7 @@ std::map<int64_t, int64_t> MeshExchange::members_by_need(int64_t position) const
   std::map<int64_t, int64_t> members{{1, mesh.group_size(group_dims_ - layout.cut_dims())}};
   for (int t = 0; t < layout.ndim(); ++t) {
     std::map<int64_t, int64_t> more;
-    for (const auto& [length, times] : lengths(layout, t, position)) {
+    for (const auto& [length, times] : part_lengths_in_group(layout, t, position)) {
       for (const auto& [elements, others] : members) more[elements * length] += others * times;
     }
     members = std::move(more);
@@ -392,10 +397,12 @@ std::map<int64_t, int64_t> MeshExchange::members_by_need(int64_t position) const
 
 // ---- Groups
 
-MeshExchange::Group& MeshExchange::around(int64_t position) const {
+MeshExchange::Group& MeshExchange::group_without_members(int64_t position) const {
   const Mesh& mesh = before_.mesh();
   int64_t least = position;
-  for (const int d : spanned_) least -= mesh.coordinate(position, d) * mesh.stride(d);
+  for (int d = 0; d < mesh.ndim(); ++d) {
+    if (group_dims_.contains(d)) least -= mesh.coordinate(position, d) * mesh.stride(d);
+  }
   Group& group = groups_[least];
   group.least = least;
   group.size = mesh.group_size(group_dims_);
@@ -403,7 +410,7 @@ MeshExchange::Group& MeshExchange::around(int64_t position) const {
 }
 
 MeshExchange::Group& MeshExchange::group(int64_t position) const {
-  Group& group = around(position);
+  Group& group = group_without_members(position);
   if (!group.positions.empty()) return group;
   group.positions = before_.mesh().group(position, group_dims_);
   if (policy_ != ReplicaPolicy::kAligned) group.sending.emplace(before_, after_, group_dims_, policy_, group.positions);

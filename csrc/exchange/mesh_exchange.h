@@ -99,7 +99,7 @@ class MeshExchange final : public Exchange {
   int64_t num_needed(int64_t position) const { return needed_.num_elements(coordinates(position)); }
   // Returns the number of messages that a rank sends in a reduce-scatter: to each other member of its group that needs
   // some of its elements.
-  int64_t messages_to_keepers(int64_t position) const;
+  int64_t reduce_scatter_messages(int64_t position) const;
   // Returns true if all members of the group around a rank hold equally many elements.
   bool hold_equally(int64_t position) const;
   // Returns the number of members of a rank's group that need each number of elements, keyed by the number of elements.
@@ -131,9 +131,9 @@ class MeshExchange final : public Exchange {
   };
 
   // Return the group that contains this position. Groups are cached. group() also fills `positions` and `sending`,
-  // around() does not.
+  // group_without_members() does not.
   Group& group(int64_t position) const;
-  Group& around(int64_t position) const;
+  Group& group_without_members(int64_t position) const;
   // Returns the number of the member at a position.
   static size_t index_of(const Group& group, int64_t position);
   // Computes the connected components. Visits every pair.
@@ -159,7 +159,7 @@ class MeshExchange final : public Exchange {
     Transfer(const Extent& whole, const std::vector<Extent>* rounds) : whole_(whole), rounds_(rounds) {}
     int64_t count() const { return whole_.count; }  // elements of all rounds
     Extent in_round(int64_t round) const;
-    bool has_runs() const;  // true if elements are contiguous in some round, on some side
+    bool is_contiguous_in_some_round() const;  // true if elements are contiguous in some round, on some side
 
    private:
     Extent whole_;
@@ -169,9 +169,9 @@ class MeshExchange final : public Exchange {
   Transfer transfer(const Group& group, int64_t from, int64_t to) const;
   // Returns all elements that one rank holds and another needs, whichever replica sends them: the contribution to a
   // reduction.
-  Transfer share(int64_t from, int64_t to) const;
+  Transfer full_transfer(int64_t from, int64_t to) const;
   // Returns the elements that a rank holds before and needs after.
-  Extent own(int64_t position) const;
+  Extent kept_extent(int64_t position) const;
   // Returns one transfer of a rank, sent or received, in a regular exchange. All others have the same sizes. The rank
   // must have a transfer.
   const Transfer& any_transfer(int64_t position) const;
@@ -183,8 +183,8 @@ class MeshExchange final : public Exchange {
     int64_t times = 0;  // number of these messages
   };
   // Return all messages of a rank by class. The result is valid until the next call.
-  const std::vector<MessageClass>& sends(const Group& group, int64_t position) const;
-  const std::vector<MessageClass>& receives(const Group& group, int64_t position) const;
+  const std::vector<MessageClass>& classes_sent(const Group& group, int64_t position) const;
+  const std::vector<MessageClass>& classes_received(const Group& group, int64_t position) const;
 
   // Returns one number for each tensor dim. Two ranks have equal profiles only if their messages agree in number,
   // lengths and contiguity. Returns nullopt with several rounds, if replicas share the sending, or if the mesh dims
@@ -202,32 +202,32 @@ class MeshExchange final : public Exchange {
   };
   using PartsOfRank = std::vector<Part>;  // by tensor dim
   // The last result of parts_at().
-  struct PartsAt {
+  struct CachedParts {
     int64_t position = -1;
     PartsOfRank parts;
   };
 
   // Parts of other ranks that intersect one rank's part in equal numbers of indices and runs.
-  struct Overlap {
+  struct OverlapClass {
     Part part;          // one of these parts
     int64_t times = 0;  // number of these parts
     SharedRuns shared;  // summary of the indices that are in both parts
     PieceList pieces;   // only if rounds need slices and there are gaps
   };
   // The overlaps with one part of a tensor dim: the part that the rank at a position needs (if `others_hold`) or holds.
-  struct Overlaps {
+  struct OverlapSearch {
     int tensor_dim;
     int64_t position;
     bool others_hold;  // true: the position receives, other ranks hold. false: the position sends, other ranks need
     Part own_part;
-    std::vector<Overlap> overlaps;
+    std::vector<OverlapClass> classes;  // result
   };
 
   // Number of peers by the number of exchanged elements, capped at the number of rounds.
   using ByLength = std::map<int64_t, int64_t>;
-  // For one tensor dim, over the ranks that differ only in `cutting_`: the number of ranks that hold needed elements
-  // (or that need held elements), and the sum of these elements.
-  struct Peers {
+  // For one tensor dim, over the ranks that differ only in `cutting_dims_`: the number of ranks that hold needed
+  // elements (or that need held elements), and the sum of these elements.
+  struct PeerCounts {
     int64_t count = 0;
     int64_t elements = 0;
     ByLength by_length;
@@ -241,9 +241,9 @@ class MeshExchange final : public Exchange {
     int64_t receivers = 1;  // ranks that need elements that this rank holds, itself included
   };
   // Caches of the peers of all ranks on one tensor dim.
-  struct PeersOfDim {
-    ByCoordinates<Peers> sources;
-    ByCoordinates<Peers> receivers;
+  struct CountsOfDim {
+    ByCoordinates<PeerCounts> sources;
+    ByCoordinates<PeerCounts> receivers;
     ByCoordinates<Factors> factors;  // only with one round
   };
 
@@ -255,24 +255,24 @@ class MeshExchange final : public Exchange {
 
   // Counts (mesh_exchange.cpp)
   // Returns the traffic of a rank that keeps `own` elements. `sends`: false if other replicas send its part.
-  Traffic closed_form(int64_t own, bool sends) const;
+  Traffic regular_traffic(int64_t own, bool sends) const;
   // Return the traffic of a rank without digits, from its peers on each tensor dim: in one round, and in several.
-  Traffic walked_at(int64_t position) const;
-  Traffic walked_in_rounds(const Coordinates& at) const;
+  Traffic traffic_by_dims(int64_t position) const;
+  Traffic traffic_by_dims_in_rounds(const Coordinates& at) const;
   // Returns the traffic of a rank whose group shares the sending, from all pairs of members.
-  Traffic pairwise_at(int64_t position) const;
-  PeersOfDim& peers_of_dim(int tensor_dim) const;
+  Traffic traffic_by_pairs(int64_t position) const;
+  CountsOfDim& counts_of_dim(int tensor_dim) const;
   // Returns the factors of a tensor dim for the rank at these coordinates.
   Factors factors_at(int tensor_dim, const Coordinates& at) const;
   // Return the ranks that hold elements of `needed`, and the ranks that need elements of `held`, on one tensor dim.
-  const Peers& sources_at(int tensor_dim, const Coordinates& at, const IntervalList& needed) const;
-  const Peers& receivers_at(int tensor_dim, const Coordinates& at, const IntervalList& held) const;
+  const PeerCounts& source_counts(int tensor_dim, const Coordinates& at, const IntervalList& needed) const;
+  const PeerCounts& receiver_counts(int tensor_dim, const Coordinates& at, const IntervalList& held) const;
   // Returns the ranks whose parts of a layout intersect a list, among ranks that differ only in `varying`.
-  Peers peers_in(const Layout& layout, int tensor_dim, const Coordinates& at, MeshDimSet varying,
-                 const IntervalList& list) const;
+  PeerCounts count_peers(const Layout& layout, int tensor_dim, const Coordinates& at, MeshDimSet varying,
+                         const IntervalList& list) const;
   // Returns the number of messages, in all rounds together, to or from the peers with these parts of each tensor dim.
-  int64_t messages_with(const std::vector<const Peers*>& by_dim) const;
-  std::map<int64_t, int64_t> lengths(const Layout& layout, int tensor_dim, int64_t position) const;
+  int64_t num_messages(const std::vector<const PeerCounts*>& by_dim) const;
+  std::map<int64_t, int64_t> part_lengths_in_group(const Layout& layout, int tensor_dim, int64_t position) const;
   template <typename Visit>
   void for_each_message(Rank rank, Direction direction, const Visit& visit) const;
 
@@ -286,32 +286,34 @@ class MeshExchange final : public Exchange {
   static SharedRuns shared_runs(const Part& held, const Part& needed);
   Part part(KnownParts& parts, int tensor_dim, int64_t position) const;
   // Returns a rank's parts. The result is valid until the next call with another position.
-  const PartsOfRank& parts_at(KnownParts& parts, PartsAt& at, int64_t position) const;
+  const PartsOfRank& parts_at(KnownParts& parts, CachedParts& at, int64_t position) const;
   // Return the parts that the rank holds before the move and needs after it.
-  const PartsOfRank& held(int64_t position) const { return parts_at(held_, held_at_, position); }
-  const PartsOfRank& needed(int64_t position) const { return parts_at(needed_, needed_at_, position); }
+  const PartsOfRank& held(int64_t position) const { return parts_at(held_, last_held_, position); }
+  const PartsOfRank& needed(int64_t position) const { return parts_at(needed_, last_needed_, position); }
   // Returns false if `to` reads from another replica than `from`.
   bool may_send(int64_t from, int64_t to) const { return reads_from(before_, group_dims_, from, to); }
   // Return the common elements of two parts. `runs_of(tensor_dim)` returns the common runs of a tensor dim.
-  Extent shared(const PartsOfRank& held, const PartsOfRank& needed) const;
+  Extent common_extent(const PartsOfRank& held, const PartsOfRank& needed) const;
   template <typename RunsOf>
-  Extent shared(const PartsOfRank& held, const PartsOfRank& needed, const RunsOf& runs_of) const;
+  Extent common_extent(const PartsOfRank& held, const PartsOfRank& needed, const RunsOf& runs_of) const;
   // Returns a message, divided into rounds. `whole` is the extent of all common elements of the two parts, and `range`
   // the part of them that the message has.
-  Transfer in_rounds(const PartsOfRank& held, const PartsOfRank& needed, const Extent& whole, Interval range) const;
+  Transfer divided_into_rounds(const PartsOfRank& held, const PartsOfRank& needed, const Extent& whole,
+                               Interval range) const;
   // Returns the overlaps of the rank's part of a tensor dim with the parts of the members of its group that have its
   // coordinates on the replica dims, itself included.
-  const std::vector<Overlap>& overlaps(int tensor_dim, int64_t position, bool others_hold) const;
-  // Returns an empty cache for overlaps().
-  ByCoordinates<std::vector<Overlap>> empty_overlap_cache(int tensor_dim, bool others_hold) const;
-  // Adds to `with.overlaps` the overlaps with the parts into which `cuts` divide a list, each counted `times` times.
-  void overlap_below(const IntervalList& list, std::span<const Cut> cuts, int64_t times, Overlaps& with) const;
-  void add_overlap(const IntervalList& peer_indices, int64_t times, Overlaps& with) const;
+  const std::vector<OverlapClass>& overlap_classes(int tensor_dim, int64_t position, bool others_hold) const;
+  // Returns an empty cache for overlap_classes().
+  ByCoordinates<std::vector<OverlapClass>> empty_overlap_cache(int tensor_dim, bool others_hold) const;
+  // Adds to `search.classes` the overlaps with the parts into which `cuts` divide a list, each counted `times` times.
+  void add_overlaps_of_parts(const IntervalList& list, std::span<const Cut> cuts, int64_t times,
+                             OverlapSearch& search) const;
+  void add_overlap(const IntervalList& peer_indices, int64_t times, OverlapSearch& search) const;
   int profile_in(int tensor_dim, int64_t position) const;
   // Return the messages that a rank receives (if `others_hold`) or sends: by class without sharing, and one by one for
   // each other member with sharing.
-  const std::vector<MessageClass>& classes_of(int64_t position, bool others_hold) const;
-  const std::vector<MessageClass>& one_by_one(const Group& group, int64_t position, bool others_hold) const;
+  const std::vector<MessageClass>& message_classes(int64_t position, bool others_hold) const;
+  const std::vector<MessageClass>& member_messages(const Group& group, int64_t position, bool others_hold) const;
 
   const Layout& before_;
   const Layout& after_;
@@ -319,22 +321,22 @@ class MeshExchange final : public Exchange {
   const ReplicaPolicy policy_;
   const int64_t rounds_;
   const size_t ndim_;
-  const MeshDimSet cutting_;        // the group's mesh dims that cut `before`: members hold different parts there
-  const MeshDimSet replicas_;       // the group's other mesh dims
-  const std::vector<int> spanned_;  // the group's mesh dims
-  const int64_t idle_receivers_;    // number of ranks that differ only in group dims that cut `before` and not `after`
-  SharedElements common_;           // elements in both parts of each rank
+  const MeshDimSet cutting_dims_;  // the group's mesh dims that cut `before`: members hold different parts there
+  const MeshDimSet replica_dims_;  // the group's other mesh dims
+  const int64_t
+      receivers_per_part_;        // number of ranks that differ only in group dims that cut `before` and not `after`
+  SharedElements kept_elements_;  // elements in both parts of each rank
 
   bool is_regular_ = false;
   std::vector<Matching::Common> ties_;  // digits that both layouts fix, by different coordinates
   // Counts of a regular exchange. They include what a rank keeps.
-  int64_t needed_by_each_ = 0;  // elements that every rank needs
-  int64_t sources_ = 1;         // ranks that a rank receives from
-  int64_t from_each_ = 1;       // elements of each message
-  int64_t sent_ = 0;            // elements that a sender sends
+  int64_t needed_by_each_ = 0;    // elements that every rank needs
+  int64_t sources_ = 1;           // ranks that a rank receives from
+  int64_t message_elements_ = 1;  // elements of each message
+  int64_t sent_elements_ = 0;     // elements that a sender sends
   // Ties in which the mesh dim of `after` replicates `before`. A rank that disagrees in one sends nothing, because
   // receivers read from other replicas.
-  std::vector<Matching::Common> ties_with_replicas_;
+  std::vector<Matching::Common> replica_ties_;
 
   // Caches. Each is filled on first use.
   mutable std::vector<Rank> ranks_;
@@ -342,20 +344,21 @@ class MeshExchange final : public Exchange {
   mutable KnownParts needed_;
   mutable int64_t position_ = -1;  // position of coordinates_
   mutable Coordinates coordinates_;
-  mutable std::vector<PeersOfDim> peers_;                  // by tensor dim
-  mutable std::unordered_map<int64_t, Traffic> pairwise_;  // with sharing: filled for a group at once
-  mutable std::unordered_map<int64_t, Group> groups_;      // by least position
-  mutable PartsAt held_at_;
-  mutable PartsAt needed_at_;
-  mutable std::optional<Transfer> any_;                           // the transfer of any pair of a regular exchange
-  mutable std::vector<MessageClass> classes_;                     // result of the last sends() or receives()
-  mutable std::vector<const std::vector<Overlap>*> overlapping_;  // scratch of classes_of(), by tensor dim
-  mutable std::vector<size_t> combination_;                       // scratch of classes_of()
-  mutable PartsOfRank others_;                                    // scratch of classes_of()
-  mutable std::deque<IntervalList> lists_;                        // lists of overlaps
-  mutable std::map<std::vector<int64_t>, std::vector<Extent>> in_rounds_;  // keys: all values that rounds depend on
-  mutable std::vector<ByCoordinates<std::vector<Overlap>>> overlaps_;  // two per tensor dim: receivers, then senders
-  mutable std::vector<ByCoordinates<int>> profiles_;                   // by tensor dim
+  mutable std::vector<CountsOfDim> counts_;                        // by tensor dim
+  mutable std::unordered_map<int64_t, Traffic> traffic_of_pairs_;  // with sharing: filled for a group at once
+  mutable std::unordered_map<int64_t, Group> groups_;              // by least position
+  mutable CachedParts last_held_;
+  mutable CachedParts last_needed_;
+  mutable std::optional<Transfer> any_transfer_;  // the transfer of any pair of a regular exchange
+  mutable std::vector<MessageClass> classes_;     // result of the last classes_sent() or classes_received()
+  mutable std::vector<const std::vector<OverlapClass>*> overlapping_;  // scratch of message_classes(), by tensor dim
+  mutable std::vector<size_t> combination_;                            // scratch of message_classes()
+  mutable PartsOfRank others_;                                         // scratch of message_classes()
+  mutable std::deque<IntervalList> overlap_lists_;                     // lists of overlaps
+  mutable std::map<std::vector<int64_t>, std::vector<Extent>> round_extents_;  // keys: all values that rounds depend on
+  mutable std::vector<ByCoordinates<std::vector<OverlapClass>>>
+      overlap_classes_;                               // two per tensor dim: receivers, then senders
+  mutable std::vector<ByCoordinates<int>> profiles_;  // by tensor dim
   mutable std::vector<std::map<std::vector<int64_t>, int>> known_profiles_;  // by tensor dim: number of each profile
 };
 

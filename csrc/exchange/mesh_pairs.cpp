@@ -45,7 +45,7 @@ MeshExchange::Part MeshExchange::part(KnownParts& parts, int tensor_dim, int64_t
   return {span.begin, span.end, length, &list, list.size() > 1};
 }
 
-const MeshExchange::PartsOfRank& MeshExchange::parts_at(KnownParts& parts, PartsAt& at, int64_t position) const {
+const MeshExchange::PartsOfRank& MeshExchange::parts_at(KnownParts& parts, CachedParts& at, int64_t position) const {
   if (at.position == position) return at.parts;
   at.position = position;
   at.parts.resize(ndim_);
@@ -53,12 +53,12 @@ const MeshExchange::PartsOfRank& MeshExchange::parts_at(KnownParts& parts, Parts
   return at.parts;
 }
 
-Extent MeshExchange::own(int64_t position) const { return shared(held(position), needed(position)); }
+Extent MeshExchange::kept_extent(int64_t position) const { return common_extent(held(position), needed(position)); }
 
 // Visits dims from the innermost outwards. In a run, every dim of more than one index has as its stride the product of
 // the sizes of the inner dims.
 template <typename RunsOf>
-Extent MeshExchange::shared(const PartsOfRank& held, const PartsOfRank& needed, const RunsOf& runs_of) const {
+Extent MeshExchange::common_extent(const PartsOfRank& held, const PartsOfRank& needed, const RunsOf& runs_of) const {
   Extent extent{1, 0, 0, true, true};
   int64_t held_stride = 1;
   int64_t needed_stride = 1;
@@ -78,8 +78,8 @@ Extent MeshExchange::shared(const PartsOfRank& held, const PartsOfRank& needed, 
   return extent;
 }
 
-Extent MeshExchange::shared(const PartsOfRank& held, const PartsOfRank& needed) const {
-  return shared(held, needed, [&](size_t t) { return shared_runs(held[t], needed[t]); });
+Extent MeshExchange::common_extent(const PartsOfRank& held, const PartsOfRank& needed) const {
+  return common_extent(held, needed, [&](size_t t) { return shared_runs(held[t], needed[t]); });
 }
 
 Extent MeshExchange::Transfer::in_round(int64_t round) const {
@@ -90,7 +90,7 @@ Extent MeshExchange::Transfer::in_round(int64_t round) const {
   return extent;
 }
 
-bool MeshExchange::Transfer::has_runs() const {
+bool MeshExchange::Transfer::is_contiguous_in_some_round() const {
   if (rounds_ == nullptr) return whole_.is_contiguous_held || whole_.is_contiguous_needed;
   return std::any_of(rounds_->begin(), rounds_->end(),
                      [](const Extent& extent) { return extent.is_contiguous_held || extent.is_contiguous_needed; });
@@ -120,48 +120,50 @@ MeshExchange::Transfer MeshExchange::transfer(const Group& group, int64_t from, 
     if (range.begin == range.end) return {};
     const PartsOfRank& has = held(from);
     const PartsOfRank& wants = needed(to);
-    return in_rounds(has, wants, shared(has, wants), range);
+    return divided_into_rounds(has, wants, common_extent(has, wants), range);
   }
-  if (!is_regular_) return may_send(from, to) ? share(from, to) : Transfer();
+  if (!is_regular_) return may_send(from, to) ? full_transfer(from, to) : Transfer();
   if (!sends_to(group, from, to)) return {};
-  if (!any_ || any_->has_runs()) any_ = share(from, to);  // if no element is contiguous, offsets do not matter
-  return *any_;
+  if (!any_transfer_ || any_transfer_->is_contiguous_in_some_round())
+    any_transfer_ = full_transfer(from, to);  // if no element is contiguous, offsets do not matter
+  return *any_transfer_;
 }
 
-MeshExchange::Transfer MeshExchange::share(int64_t from, int64_t to) const {
+MeshExchange::Transfer MeshExchange::full_transfer(int64_t from, int64_t to) const {
   const PartsOfRank& has = held(from);
   const PartsOfRank& wants = needed(to);
-  const Extent whole = shared(has, wants);
-  return in_rounds(has, wants, whole, {0, whole.count});
+  const Extent whole = common_extent(has, wants);
+  return divided_into_rounds(has, wants, whole, {0, whole.count});
 }
 
 // Tries the peers that differ from the rank on one cutting mesh dim only, then all members of the group.
 const MeshExchange::Transfer& MeshExchange::any_transfer(int64_t position) const {
-  if (any_) return *any_;
+  if (any_transfer_) return *any_transfer_;
   const Mesh& mesh = before_.mesh();
-  const Group& own_group = around(position);
+  const Group& own_group = group_without_members(position);
   const auto try_with = [&](int64_t other) {
-    if (other != position && sends_to(own_group, position, other)) any_ = share(position, other);
-    if (!any_ && other != position && sends_to(own_group, other, position)) any_ = share(other, position);
-    return any_.has_value();
+    if (other != position && sends_to(own_group, position, other)) any_transfer_ = full_transfer(position, other);
+    if (!any_transfer_ && other != position && sends_to(own_group, other, position))
+      any_transfer_ = full_transfer(other, position);
+    return any_transfer_.has_value();
   };
-  for (const int d : cutting_.to_vector()) {
+  for (const int d : cutting_dims_.to_vector()) {
     const int64_t first = position - mesh.coordinate(position, d) * mesh.stride(d);
     for (int64_t c = 0; c < mesh.dim_size(d); ++c) {
-      if (try_with(first + c * mesh.stride(d))) return *any_;
+      if (try_with(first + c * mesh.stride(d))) return *any_transfer_;
     }
   }
   for (const int64_t other : mesh.group(position, group_dims_)) {
     if (try_with(other)) break;
   }
-  check_invariant(any_.has_value(), "position ", position, " exchanges no messages");
-  return *any_;
+  check_invariant(any_transfer_.has_value(), "position ", position, " exchanges no messages");
+  return *any_transfer_;
 }
 
 // Caches the rounds of a message. The key has the lengths of the parts and their relative places, which determine the
 // rounds.
-MeshExchange::Transfer MeshExchange::in_rounds(const PartsOfRank& held, const PartsOfRank& needed, const Extent& whole,
-                                               Interval range) const {
+MeshExchange::Transfer MeshExchange::divided_into_rounds(const PartsOfRank& held, const PartsOfRank& needed,
+                                                         const Extent& whole, Interval range) const {
   if (whole.count == 0 || (rounds_ == 1 && range.end - range.begin == whole.count)) return {whole, nullptr};
   std::vector<int64_t> key{range.begin, range.end};
   key.reserve(2 + 4 * ndim_);
@@ -176,7 +178,7 @@ MeshExchange::Transfer MeshExchange::in_rounds(const PartsOfRank& held, const Pa
     key.push_back(-static_cast<int64_t>(pieces.size()));
     key.insert(key.end(), pieces.begin(), pieces.end());
   }
-  const auto [found, is_new] = in_rounds_.try_emplace(std::move(key));
+  const auto [found, is_new] = round_extents_.try_emplace(std::move(key));
   if (is_new) {
     Region all_held;
     Region all_needed;
@@ -201,47 +203,47 @@ MeshExchange::Transfer MeshExchange::in_rounds(const PartsOfRank& held, const Pa
   return {whole, &found->second};
 }
 
-// Adds the overlap of `with.own_part` with `times` parts of peers that have `peer_indices`, or counts it with an
+// Adds the overlap of `search.own_part` with `times` parts of peers that have `peer_indices`, or counts it with an
 // equal overlap.
-void MeshExchange::add_overlap(const IntervalList& peer_indices, int64_t times, Overlaps& with) const {
-  const Layout& layout = with.others_hold ? before_ : after_;
-  const IntervalList& list = lists_.emplace_back(layout.restricted(with.tensor_dim, peer_indices));
+void MeshExchange::add_overlap(const IntervalList& peer_indices, int64_t times, OverlapSearch& search) const {
+  const Layout& layout = search.others_hold ? before_ : after_;
+  const IntervalList& list = overlap_lists_.emplace_back(layout.restricted(search.tensor_dim, peer_indices));
   const Part peer_part{list.front().begin, list.back().end, length(list), &list, list.size() > 1};
-  const Part& held = with.others_hold ? peer_part : with.own_part;
-  const Part& needed = with.others_hold ? with.own_part : peer_part;
+  const Part& held = search.others_hold ? peer_part : search.own_part;
+  const Part& needed = search.others_hold ? search.own_part : peer_part;
   const SharedRuns shared = shared_runs(held, needed);
   PieceList pieces;
   if (rounds_ > 1 && (held.has_gaps || needed.has_gaps)) pieces = intersect(*held.list, *needed.list);
-  for (Overlap& known : with.overlaps) {
+  for (OverlapClass& known : search.classes) {
     if (known.part.length == peer_part.length && known.shared.length == shared.length &&
         known.shared.runs == shared.runs && are_equal_up_to_shift(known.pieces, pieces)) {
       known.times += times;
-      lists_.pop_back();
+      overlap_lists_.pop_back();
       return;
     }
   }
-  with.overlaps.push_back({peer_part, times, shared, std::move(pieces)});
+  search.classes.push_back({peer_part, times, shared, std::move(pieces)});
 }
 
-// Adds the overlaps of `with.own_part` with the parts of other ranks, into which `cuts` divide a list. If
-// `with.own_part` covers a run completely, all chunks of the run but the last have equal length.
-void MeshExchange::overlap_below(const IntervalList& list, std::span<const Cut> cuts, int64_t times,
-                                 Overlaps& with) const {
-  const Part& own_part = with.own_part;
+// Adds the overlaps of `search.own_part` with the parts of other ranks, into which `cuts` divide a list. If
+// `search.own_part` covers a run completely, all chunks of the run but the last have equal length.
+void MeshExchange::add_overlaps_of_parts(const IntervalList& list, std::span<const Cut> cuts, int64_t times,
+                                         OverlapSearch& search) const {
+  const Part& own_part = search.own_part;
   const SharedRuns overlapping = shardwright::shared_runs(list, *own_part.list);
   if (overlapping.length == 0) return;
-  if (cuts.empty()) return add_overlap(list, times, with);
+  if (cuts.empty()) return add_overlap(list, times, search);
   const Mesh& mesh = before_.mesh();
   const Cut& first = cuts[0];
   const int64_t k = mesh.dim_size(first.mesh_dim);
   const auto go_on = [&](const IntervalList& part, int64_t more) {
-    overlap_below(part, cuts.subspan(1), times * more, with);
+    add_overlaps_of_parts(part, cuts.subspan(1), times * more, search);
   };
-  if (!cutting_.contains(first.mesh_dim)) {
-    return go_on(first.rule.part(list, k, mesh.coordinate(with.position, first.mesh_dim)), 1);
+  if (!cutting_dims_.contains(first.mesh_dim)) {
+    return go_on(first.rule.part(list, k, mesh.coordinate(search.position, first.mesh_dim)), 1);
   }
-  const bool all_vary = std::all_of(cuts.begin(), cuts.end(),
-                                    [&](const Cut& c) { return c.rule.is_chunks() && cutting_.contains(c.mesh_dim); });
+  const bool all_vary = std::all_of(
+      cuts.begin(), cuts.end(), [&](const Cut& c) { return c.rule.is_chunks() && cutting_dims_.contains(c.mesh_dim); });
   const int64_t n = length(list);
   if (all_vary && list.size() == 1 && overlapping.runs == 1 && overlapping.length == n) {
     const int64_t begin = list.front().begin;
@@ -266,25 +268,27 @@ void MeshExchange::overlap_below(const IntervalList& list, std::span<const Cut> 
   for (int64_t c = coordinates.begin; c < coordinates.end; ++c) go_on(first.rule.part(list, k, c), 1);
 }
 
-ByCoordinates<std::vector<MeshExchange::Overlap>> MeshExchange::empty_overlap_cache(int tensor_dim,
-                                                                                    bool others_hold) const {
+ByCoordinates<std::vector<MeshExchange::OverlapClass>> MeshExchange::empty_overlap_cache(int tensor_dim,
+                                                                                         bool others_hold) const {
   const Layout& peer_layout = others_hold ? before_ : after_;
   const Layout& own_layout = others_hold ? after_ : before_;
-  return {before_.mesh(), (dims_of(peer_layout.cuts(tensor_dim)) - cutting_) | dims_of(own_layout.cuts(tensor_dim))};
+  return {before_.mesh(),
+          (dims_of(peer_layout.cuts(tensor_dim)) - cutting_dims_) | dims_of(own_layout.cuts(tensor_dim))};
 }
 
-const std::vector<MeshExchange::Overlap>& MeshExchange::overlaps(int tensor_dim, int64_t position,
-                                                                 bool others_hold) const {
-  for (size_t i = overlaps_.size(); i < 2 * ndim_; ++i) {
-    overlaps_.push_back(empty_overlap_cache(static_cast<int>(i / 2), i % 2 == 1));
+const std::vector<MeshExchange::OverlapClass>& MeshExchange::overlap_classes(int tensor_dim, int64_t position,
+                                                                             bool others_hold) const {
+  for (size_t i = overlap_classes_.size(); i < 2 * ndim_; ++i) {
+    overlap_classes_.push_back(empty_overlap_cache(static_cast<int>(i / 2), i % 2 == 1));
   }
-  return overlaps_[2 * tensor_dim + others_hold].at(coordinates(position), [&] {
+  return overlap_classes_[2 * tensor_dim + others_hold].at(coordinates(position), [&] {
     const Layout& peer_layout = others_hold ? before_ : after_;
-    Overlaps with{tensor_dim, position, others_hold, part(others_hold ? needed_ : held_, tensor_dim, position), {}};
-    if (with.own_part.length > 0) {
-      overlap_below({{0, peer_layout.shape()[tensor_dim]}}, peer_layout.cuts(tensor_dim), 1, with);
+    OverlapSearch search{
+        tensor_dim, position, others_hold, part(others_hold ? needed_ : held_, tensor_dim, position), {}};
+    if (search.own_part.length > 0) {
+      add_overlaps_of_parts({{0, peer_layout.shape()[tensor_dim]}}, peer_layout.cuts(tensor_dim), 1, search);
     }
-    return std::move(with.overlaps);
+    return std::move(search.classes);
   });
 }
 
@@ -304,7 +308,7 @@ std::optional<std::vector<int>> MeshExchange::profile(int64_t position) const {
   return all;
 }
 
-// Returns a number that stands for all values, except offsets, that shared() reads of one tensor dim.
+// Returns a number that stands for all values, except offsets, that common_extent() reads of one tensor dim.
 int MeshExchange::profile_in(int tensor_dim, int64_t position) const {
   const Part held = part(held_, tensor_dim, position);
   const Part needed = part(needed_, tensor_dim, position);
@@ -312,7 +316,7 @@ int MeshExchange::profile_in(int tensor_dim, int64_t position) const {
   std::vector<int64_t> profile{held.length, needed.length, own.length, own.runs};
   for (const bool others_hold : {false, true}) {
     profile.push_back(-1);
-    for (const Overlap& overlap : overlaps(tensor_dim, position, others_hold)) {
+    for (const OverlapClass& overlap : overlap_classes(tensor_dim, position, others_hold)) {
       profile.insert(profile.end(), {overlap.times, overlap.part.length, overlap.shared.length, overlap.shared.runs});
     }
   }
@@ -321,12 +325,12 @@ int MeshExchange::profile_in(int tensor_dim, int64_t position) const {
 }
 
 // Every mesh dim cuts at most one tensor dim, so parts of different tensor dims combine freely.
-const std::vector<MeshExchange::MessageClass>& MeshExchange::classes_of(int64_t position, bool others_hold) const {
+const std::vector<MeshExchange::MessageClass>& MeshExchange::message_classes(int64_t position, bool others_hold) const {
   // Receivers that differ only in mesh dims that cut nothing after the move need equal parts.
-  const MeshDimSet idle = others_hold ? MeshDimSet() : cutting_ - after_.cut_dims();
+  const MeshDimSet idle = others_hold ? MeshDimSet() : cutting_dims_ - after_.cut_dims();
   const int64_t idle_times = before_.mesh().group_size(idle);
   const PartsOfRank& own_parts = others_hold ? needed(position) : held(position);
-  std::vector<const std::vector<Overlap>*>& overlapping = overlapping_;
+  std::vector<const std::vector<OverlapClass>*>& overlapping = overlapping_;
   std::vector<size_t>& at = combination_;
   PartsOfRank& others = others_;
   overlapping.resize(ndim_);
@@ -334,7 +338,7 @@ const std::vector<MeshExchange::MessageClass>& MeshExchange::classes_of(int64_t 
   others.resize(ndim_);
   bool is_left = true;
   for (size_t t = 0; t < ndim_; ++t) {
-    overlapping[t] = &overlaps(static_cast<int>(t), position, others_hold);
+    overlapping[t] = &overlap_classes(static_cast<int>(t), position, others_hold);
     is_left = is_left && !overlapping[t]->empty();
   }
   std::vector<MessageClass>& all = classes_;
@@ -347,18 +351,18 @@ const std::vector<MeshExchange::MessageClass>& MeshExchange::classes_of(int64_t 
     }
     const PartsOfRank& has = others_hold ? others : own_parts;
     const PartsOfRank& wants = others_hold ? own_parts : others;
-    const Extent whole = shared(has, wants, [&](size_t t) { return (*overlapping[t])[at[t]].shared; });
-    all.push_back({in_rounds(has, wants, whole, {0, whole.count}), times});
+    const Extent whole = common_extent(has, wants, [&](size_t t) { return (*overlapping[t])[at[t]].shared; });
+    all.push_back({divided_into_rounds(has, wants, whole, {0, whole.count}), times});
     size_t t = ndim_;
     while (t > 0 && ++at[t - 1] == overlapping[t - 1]->size()) at[--t] = 0;
     is_left = t > 0;
   }
-  all.push_back({share(position, position), -1});
+  all.push_back({full_transfer(position, position), -1});
   return all;
 }
 
-const std::vector<MeshExchange::MessageClass>& MeshExchange::one_by_one(const Group& group, int64_t position,
-                                                                        bool others_hold) const {
+const std::vector<MeshExchange::MessageClass>& MeshExchange::member_messages(const Group& group, int64_t position,
+                                                                             bool others_hold) const {
   std::vector<MessageClass>& all = classes_;
   all.clear();
   for (const int64_t member : group.positions) {
@@ -368,12 +372,13 @@ const std::vector<MeshExchange::MessageClass>& MeshExchange::one_by_one(const Gr
   return all;
 }
 
-const std::vector<MeshExchange::MessageClass>& MeshExchange::sends(const Group& group, int64_t position) const {
-  return group.sending ? one_by_one(group, position, false) : classes_of(position, false);
+const std::vector<MeshExchange::MessageClass>& MeshExchange::classes_sent(const Group& group, int64_t position) const {
+  return group.sending ? member_messages(group, position, false) : message_classes(position, false);
 }
 
-const std::vector<MeshExchange::MessageClass>& MeshExchange::receives(const Group& group, int64_t position) const {
-  return group.sending ? one_by_one(group, position, true) : classes_of(position, true);
+const std::vector<MeshExchange::MessageClass>& MeshExchange::classes_received(const Group& group,
+                                                                              int64_t position) const {
+  return group.sending ? member_messages(group, position, true) : message_classes(position, true);
 }
 
 }  // namespace shardwright

@@ -77,7 +77,7 @@ Traffic StepTraffic::at(int64_t position) const {
           reduce_scatter_traffic(exchange_.num_held(position), num_kept, mesh.group_size(step_.mesh_dims), item);
       traffic.messages *= std::min(step_.rounds, std::max<int64_t>(num_kept, 1));
       traffic.sent_messages =
-          step_.after.has_equal_parts() ? traffic.messages : exchange_.messages_to_keepers(position);
+          step_.after.has_equal_parts() ? traffic.messages : exchange_.reduce_scatter_messages(position);
       return traffic;
     }
     case StepOp::kAllReduce: {

@@ -75,7 +75,7 @@ class MoveMemory : public StepMemory {
         [[fallthrough]];
       case StepOp::kSlice:
       case StepOp::kPartition:
-        return copy_own(sketch, exchange_.own(position).count, current, next);
+        return copy_own(sketch, exchange_.kept_extent(position).count, current, next);
       case StepOp::kAllGather:
       case StepOp::kAllToAll:
       case StepOp::kPermute:
@@ -108,7 +108,8 @@ class MoveMemory : public StepMemory {
   // on single members.
   std::pair<Group&, DataMove> move_of(int64_t position) {
     const bool lists_members = step_.op != StepOp::kAllGather || step_.policy != ReplicaPolicy::kAligned;
-    Group& group = lists_members && !group_is_large() ? exchange_.group(position) : exchange_.around(position);
+    Group& group =
+        lists_members && !group_is_large() ? exchange_.group(position) : exchange_.group_without_members(position);
     const size_t me = MeshExchange::index_of(group, position);
     return {group, data_move_of(step_, exchange_, group, me, lowering_, named_groups_only_)};
   }
@@ -116,7 +117,7 @@ class MoveMemory : public StepMemory {
   // Emits a step that moves data without reducing it.
   void data_move(Sketch& sketch, int64_t position, int current, int next) {
     const auto& [group, move] = move_of(position);
-    if (!move.transfer_method) return copy_own(sketch, exchange_.own(position).count, current, next);
+    if (!move.transfer_method) return copy_own(sketch, exchange_.kept_extent(position).count, current, next);
     switch (*move.transfer_method) {
       case TransferMethod::kAllGather:
         return native_all_gather(sketch, position, current, next);
@@ -134,11 +135,11 @@ class MoveMemory : public StepMemory {
   // Returns true if each member's part of `n` elements is one run of the result, and the runs follow each other in the
   // group's order. Then an all-gather can write to the result directly.
   bool gathers_in_place(int64_t position, int64_t n) {
-    const Group& group = exchange_.around(position);
+    const Group& group = exchange_.group_without_members(position);
     const auto [entry, is_new] = gathers_in_place_.try_emplace(group.least, true);
     if (!is_new) return entry->second;
     const auto lies_at = [&](int64_t member, int64_t first) {
-      const Extent load = exchange_.share(member, position).in_round(0);
+      const Extent load = exchange_.full_transfer(member, position).in_round(0);
       return load.is_contiguous_needed && load.first_needed == first;
     };
     const Mesh& mesh = step_.before.mesh();
@@ -162,14 +163,14 @@ class MoveMemory : public StepMemory {
   // Emits an all-gather by the transport: into the result, or into a staging buffer followed by a copy.
   void native_all_gather(Sketch& sketch, int64_t position, int current, int next) {
     const int64_t n = exchange_.num_held(position);
-    const int64_t k = exchange_.around(position).size;
+    const int64_t k = exchange_.group_without_members(position).size;
     if (gathers_in_place(position, n)) {
       sketch.emit({current, next});
       return sketch.wait({current, next});
     }
     const int staging = sketch.new_buffer(n * k);
     sketch.emit({current, staging});
-    copy_own(sketch, exchange_.own(position).count, current, next);
+    copy_own(sketch, exchange_.kept_extent(position).count, current, next);
     sketch.wait({current, staging});
     if (k > 1) sketch.emit({staging, next});
   }
@@ -179,7 +180,7 @@ class MoveMemory : public StepMemory {
   BothLoads loads_in_order(const Group& group, int64_t position, const std::vector<int64_t>& partners, int64_t round) {
     const bool is_gather = step_.op == StepOp::kAllGather;  // a rank sends the same data to all members
     BothLoads loads;
-    const Extent own = exchange_.own(position);
+    const Extent own = exchange_.kept_extent(position);
     BothLoads::Totals totals;
     if (step_.rounds == 1) {
       const Traffic traffic = exchange_.traffic_at(position);
@@ -204,7 +205,7 @@ class MoveMemory : public StepMemory {
   // Emits all rounds of an exchange by all-to-alls.
   void all_to_all(Sketch& sketch, const Group& group, int64_t position, const std::vector<int64_t>& partners,
                   int current, int next) {
-    const Extent own = exchange_.own(position);
+    const Extent own = exchange_.kept_extent(position);
     for (int64_t round = 0; round < step_.rounds; ++round) {
       const BothLoads loads = loads_in_order(group, position, partners, round);
       write_all_to_all(sketch, loads, own.count, round, step_.rounds, current, next);
@@ -217,16 +218,16 @@ class MoveMemory : public StepMemory {
     if (exchange_.is_regular()) {
       add_equal_shares(rounds, position);
     } else {
-      for (const auto& [transfer, times] : exchange_.sends(group, position)) {
+      for (const auto& [transfer, times] : exchange_.classes_sent(group, position)) {
         for (int64_t round = 0; round < step_.rounds; ++round) rounds[round].add_sent(transfer.in_round(round), times);
       }
-      for (const auto& [transfer, times] : exchange_.receives(group, position)) {
+      for (const auto& [transfer, times] : exchange_.classes_received(group, position)) {
         for (int64_t round = 0; round < step_.rounds; ++round) {
           rounds[round].add_received(transfer.in_round(round), times);
         }
       }
     }
-    const int64_t own = exchange_.own(position).count;
+    const int64_t own = exchange_.kept_extent(position).count;
     for (int64_t round = 0; round < step_.rounds; ++round) {
       write_messages(sketch, rounds[round], own, round, current, next);
     }
@@ -257,13 +258,13 @@ class MoveMemory : public StepMemory {
   std::optional<RunOfMessages> run_of_equal_parts(int64_t position) {
     const Mesh& mesh = step_.before.mesh();
     if (step_.rounds > 1 || !exchange_.is_regular() || !mesh.ranks_are_positions()) return std::nullopt;
-    const int64_t least = exchange_.around(position).least;
-    const Extent first = exchange_.share(position, least).in_round(0);
+    const int64_t least = exchange_.group_without_members(position).least;
+    const Extent first = exchange_.full_transfer(position, least).in_round(0);
     bool is_run = first.is_contiguous_held && first.count > 0;
     int64_t stride = 1;
     for (int d = mesh.ndim() - 1; d >= 0; --d) {
       if (!step_.mesh_dims.contains(d) || mesh.dim_size(d) == 1) continue;
-      const Extent next = exchange_.share(position, least + mesh.stride(d)).in_round(0);
+      const Extent next = exchange_.full_transfer(position, least + mesh.stride(d)).in_round(0);
       if (next.count != first.count) return std::nullopt;
       is_run = is_run && next.is_contiguous_held && next.first_held == first.first_held + stride * first.count;
       stride *= mesh.dim_size(d);
@@ -276,7 +277,7 @@ class MoveMemory : public StepMemory {
   // Adds the members' parts in order. Stops once the parts of no round form one run. The caller sets the totals.
   void add_parts_in_order(std::vector<RunOfMessages>& rounds, int64_t position) {
     for (const int64_t member : exchange_.group(position).positions) {
-      const Transfer part = exchange_.share(position, member);
+      const Transfer part = exchange_.full_transfer(position, member);
       bool is_some_run = false;
       for (int64_t round = 0; round < step_.rounds; ++round) {
         const Extent load = part.in_round(round);
@@ -289,7 +290,7 @@ class MoveMemory : public StepMemory {
 
   // Returns the messages of the rank's group, from a cache.
   const Scattering& scattering(int64_t position) {
-    const auto [entry, is_new] = scatterings_.try_emplace(exchange_.around(position).least);
+    const auto [entry, is_new] = scatterings_.try_emplace(exchange_.group_without_members(position).least);
     Scattering& scattering = entry->second;
     if (!is_new) return scattering;
     scattering.rounds.resize(step_.rounds);
@@ -334,7 +335,7 @@ class MoveMemory : public StepMemory {
         sketch.wait({packed, next});
         continue;
       }
-      const int staging = sketch.new_buffer(own * exchange_.around(position).size);
+      const int staging = sketch.new_buffer(own * exchange_.group_without_members(position).size);
       sketch.emit({packed, staging});
       sketch.wait({packed, staging});
       if (own > 0) sketch.emit({next, staging});
@@ -350,7 +351,7 @@ class MoveMemory : public StepMemory {
       return sketch.wait({next});
     }
     const int64_t me = index_in_group(step_.before.mesh(), position, step_.mesh_dims);
-    const int64_t k = exchange_.around(position).size;
+    const int64_t k = exchange_.group_without_members(position).size;
     for (int64_t round = 0; round < step_.rounds; ++round) {
       const Interval range = in_round({0, n}, round, step_.rounds);
       const int64_t length = range.end - range.begin;
