@@ -9,7 +9,8 @@
 
 namespace shardwright {
 
-// The members to which each member of a group sends, and from which it receives. Begins with all pairs of members.
+// The members to which each member of a group sends, and from which it receives. Begins with all pairs of members, from
+// which remove_disjoint_pairs() removes pairs.
 struct MeshExchange::Adjacency {
   explicit Adjacency(size_t num_members) : receivers(num_members, IndexSet::all_of(num_members)), senders(receivers) {
     for (size_t m = 0; m < num_members; ++m) {
@@ -18,16 +19,16 @@ struct MeshExchange::Adjacency {
     }
   }
 
-  // Numbers of the parts that the members hold and need. Member a can have elements for member b only if the pair
-  // (held[a], needed[b]) is in `overlap`.
+  // Numbers of the different parts of one tensor dim that the members hold and need. Member a can have elements for
+  // member b only if the pair (held[a], needed[b]) is in `overlap`.
   struct PartNumbers {
-    std::vector<int> held;
-    std::vector<int> needed;
+    std::vector<int> held;    // by member
+    std::vector<int> needed;  // by member
     std::vector<std::pair<int, int>> overlap;
-    int num_held = 0;
+    int num_held = 0;  // number of different parts
     int num_needed = 0;
   };
-  // Removes the pairs of members (a, b) for which the numbers show that a has no elements for b.
+  // Removes the pairs of members (a, b) if (held[a], needed[b]) is not in `overlap`.
   void remove_disjoint_pairs(const PartNumbers& numbers) {
     const size_t k = receivers.size();
     std::vector<IndexSet> holding(numbers.num_held, IndexSet::none_of(k));
@@ -52,12 +53,12 @@ struct MeshExchange::Adjacency {
   std::vector<IndexSet> senders;    // by member
 };
 
-// Two members can exchange data only if they are on one replica and, if digits describe both layouts, the digits agree.
-// Without digits, the parts of every tensor dim must overlap.
+// Two members can exchange data only if they have equal coordinates on the replica dims and, if digits describe both
+// layouts, they agree on the values of ties. Without digits, the parts of every tensor dim must overlap.
 MeshExchange::Adjacency MeshExchange::adjacency_of(const Group& group) const {
   const Mesh& mesh = before_.mesh();
   Adjacency adjacency(group.positions.size());
-  Adjacency::PartNumbers tie_values;
+  Adjacency::PartNumbers tie_values;  // numbers of combinations of replica coordinates and values of ties
   std::map<std::vector<int64_t>, int> numbers;
   const auto number_of = [&](std::vector<int64_t> values, int64_t position) {
     for (const int d : replica_dims_.to_vector()) values.push_back(mesh.coordinate(position, d));
@@ -82,14 +83,16 @@ MeshExchange::Adjacency MeshExchange::adjacency_of(const Group& group) const {
     std::vector<Part> needed;
     std::map<const IntervalList*, int> held_numbers;
     std::map<const IntervalList*, int> needed_numbers;
-    const auto add = [](std::vector<Part>& parts, std::map<const IntervalList*, int>& known, const Part& part) {
+    // Returns the number of a part, which is added if it is new. Equal parts have one list in the cache.
+    const auto number_of_part = [](std::vector<Part>& parts, std::map<const IntervalList*, int>& known,
+                                   const Part& part) {
       const auto [found, is_new] = known.emplace(part.list, static_cast<int>(parts.size()));
       if (is_new) parts.push_back(part);
       return found->second;
     };
     for (const int64_t member : group.positions) {
-      parts.held.push_back(add(held, held_numbers, part(held_, static_cast<int>(t), member)));
-      parts.needed.push_back(add(needed, needed_numbers, part(needed_, static_cast<int>(t), member)));
+      parts.held.push_back(number_of_part(held, held_numbers, part(held_, static_cast<int>(t), member)));
+      parts.needed.push_back(number_of_part(needed, needed_numbers, part(needed_, static_cast<int>(t), member)));
     }
     parts.num_held = static_cast<int>(held.size());
     parts.num_needed = static_cast<int>(needed.size());
@@ -103,7 +106,6 @@ MeshExchange::Adjacency MeshExchange::adjacency_of(const Group& group) const {
   return adjacency;
 }
 
-// Returns the adjacency of a group with shared sending, from its messages.
 MeshExchange::Adjacency MeshExchange::adjacency_by_pairs(const Group& group) const {
   const size_t k = group.positions.size();
   Adjacency adjacency(k);
@@ -117,7 +119,7 @@ MeshExchange::Adjacency MeshExchange::adjacency_by_pairs(const Group& group) con
   return adjacency;
 }
 
-// Breadth-first search from the first member of each component.
+// Finds each component by a breadth-first search from its first member.
 void MeshExchange::connect(Group& group) const {
   if (!group.components.empty()) return;
   const size_t k = group.positions.size();
@@ -146,8 +148,9 @@ void MeshExchange::connect(Group& group) const {
   }
 }
 
-// Counts the pairs that exchange data, including each rank with itself. The counts of tensor dims multiply. All members
-// exchange data if the count has all pairs, or all pairs but those of a rank with itself.
+// Without shared sending and digits, counts the pairs of members that have common elements, including pairs of a member
+// with itself. The counts of tensor dims multiply. All members exchange data if the count is that of all pairs, or of
+// all pairs of different members.
 bool MeshExchange::find_all_exchange(Group& group) const {
   if (group.sending || is_regular_) {
     connect(group);

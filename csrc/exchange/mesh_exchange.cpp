@@ -8,7 +8,7 @@
 namespace shardwright {
 namespace {
 
-// The inverse of coordinates_at().
+// Returns the position with these coordinates: the inverse of coordinates_at().
 int64_t position_at(const Mesh& mesh, const Coordinates& coordinates) {
   int64_t position = 0;
   for (int d = 0; d < mesh.ndim(); ++d) position += coordinates[d] * mesh.stride(d);
@@ -43,11 +43,11 @@ SharedSending::SharedSending(const Layout& before, const Layout& after, MeshDimS
   for (size_t m = 0; m < group.size(); ++m) {
     if (part_[m] != m) continue;
     const Region held = before.region(group[m]);
-    queue_[m].push_back({});
+    queue_[m].push_back({});  // the beginning of the first section
     for (size_t to = 0; to < group.size(); ++to) {
-      const int64_t wanted = part_[to] == m ? 0 : shared_elements(held, needed[to]);
+      const int64_t requested = part_[to] == m ? 0 : shared_elements(held, needed[to]);  // 0 if `to` holds the part
       const Offset& last = queue_[m].back();
-      queue_[m].push_back({last.elements + wanted, last.receivers + (wanted > 0)});
+      queue_[m].push_back({last.elements + requested, last.receivers + (requested > 0)});
     }
     const Offset& end = queue_[m].back();
     quota_.elements = std::max(quota_.elements, (end.elements + replicas_ - 1) / replicas_);
@@ -58,14 +58,14 @@ SharedSending::SharedSending(const Layout& before, const Layout& after, MeshDimS
 Interval SharedSending::range(size_t from, size_t to) const {
   const std::vector<Offset>& queue = queue_[part_[from]];
   const int64_t begin_in_queue = queue[to].elements;
-  const int64_t wanted = queue[to + 1].elements - begin_in_queue;
-  if (wanted == 0) return {0, 0};
+  const int64_t requested = queue[to + 1].elements - begin_in_queue;
+  if (requested == 0) return {0, 0};
   if (policy_ == ReplicaPolicy::kWholeMessages) {
-    return {0, queue[to].receivers / quota_.receivers == sender_index_[from] ? wanted : 0};
+    return {0, queue[to].receivers / quota_.receivers == sender_index_[from] ? requested : 0};
   }
   const int64_t begin = quota_.elements * sender_index_[from];
   const int64_t first = std::max(begin, begin_in_queue);
-  const int64_t last = std::min(begin + quota_.elements, begin_in_queue + wanted);
+  const int64_t last = std::min(begin + quota_.elements, begin_in_queue + requested);
   return first < last ? Interval{first - begin_in_queue, last - begin_in_queue} : Interval{0, 0};
 }
 
@@ -93,7 +93,7 @@ MeshExchange::MeshExchange(const Layout& before, const Layout& after, MeshDimSet
       if (digit.is_tie()) ties_.push_back(digit);
       if (digit.before.mesh_dim < 0 || digit.after.mesh_dim < 0) continue;
       if (before.cut_dims().contains(digit.after.mesh_dim)) continue;
-      sent_elements_ *= digit.radix;
+      sent_elements_ *= digit.radix;  // only one in `radix` ranks sends
       replica_ties_.push_back(digit);
     }
   }
@@ -127,7 +127,6 @@ Traffic MeshExchange::traffic(Rank rank, int64_t rounds) const {
   return position ? traffic_at(*position) : Traffic{};
 }
 
-// Calls visit(peer, range) for each message, by ascending rank of the peer.
 template <typename Visit>
 void MeshExchange::for_each_message(Rank rank, Direction direction, const Visit& visit) const {
   const std::optional<Position> here = mesh().position_of(rank);
@@ -189,10 +188,11 @@ Traffic MeshExchange::traffic_at(int64_t position) const {
   return regular_traffic(kept_elements_.at(position), sends);
 }
 
-// A rank needs the same number of elements from each source, in one message per round but at most one per element.
+// A rank needs the same number of elements from each source. Each takes one message per round, but at most one per
+// element.
 Traffic MeshExchange::regular_traffic(int64_t own, bool sends) const {
   const int64_t messages_each = std::min(rounds_, message_elements_);
-  const int64_t itself = own > 0 ? 1 : 0;
+  const int64_t itself = own > 0 ? 1 : 0;  // a rank is one of its sources if it keeps elements
   Traffic traffic{(needed_by_each_ - own) * item_bytes(), 0, (sources_ - itself) * messages_each, 0};
   if (sends) {
     traffic.sent_bytes = (sent_elements_ - own) * item_bytes();
@@ -203,11 +203,11 @@ Traffic MeshExchange::regular_traffic(int64_t own, bool sends) const {
 
 std::optional<Traffic> MeshExchange::upper_bound() const {
   if (!is_regular_) return std::nullopt;
-  const bool some_share_nothing = !kept_elements_.varying_dims().empty();
-  return regular_traffic(some_share_nothing ? 0 : kept_elements_.at(0), true);
+  const bool some_keep_nothing = !kept_elements_.varying_dims().empty();
+  return regular_traffic(some_keep_nothing ? 0 : kept_elements_.at(0), true);
 }
 
-// Computes the traffic of all members of the group at once, from every pair.
+// Computes and caches the traffic of all members of the group at once, from every pair.
 Traffic MeshExchange::traffic_by_pairs(int64_t position) const {
   if (!traffic_of_pairs_.contains(position)) {
     const Group& all = group(position);
@@ -228,18 +228,17 @@ Traffic MeshExchange::traffic_by_pairs(int64_t position) const {
   return traffic_of_pairs_[position];
 }
 
-// Each combination of coordinates on the mesh dims that cut `before` is one rank that may hold a part of the needed
+// Each combination of coordinates on the mesh dims that cut `before` is one rank that may hold some of the needed
 // elements. Tensor dims are cut by different mesh dims, so their counts multiply. Sent elements are counted in the same
-// way from the other side: over the receivers with this rank's coordinates on the replica dims. A part takes as many
-// messages as there are rounds, but at most one per element.
+// way, over the receivers with this rank's coordinates on the replica dims.
 Traffic MeshExchange::traffic_by_dims(int64_t position) const {
   const Coordinates& at = coordinates(position);
   if (rounds_ > 1) return traffic_by_dims_in_rounds(at);
   Factors all;
   for (int t = 0; t < before_.ndim(); ++t) {
     ByCoordinates<Factors>& known = counts_of_dim(t).factors;
-    const auto make = [&] { return factors_at(t, at); };
-    const Factors factors = known.fits_table() ? known.at(at, make) : make();
+    const auto compute = [&] { return factors_at(t, at); };
+    const Factors factors = known.fits_table() ? known.at(at, compute) : compute();
     all.own *= factors.own;
     all.needed *= factors.needed;
     all.sent *= factors.sent;
@@ -276,19 +275,20 @@ Traffic MeshExchange::traffic_by_dims_in_rounds(const Coordinates& at) const {
           num_messages(sources) - to_itself, num_messages(receivers) * receivers_per_part_ - to_itself};
 }
 
-// Multiplies the counts of peers by length, tensor dim by tensor dim. A peer with e elements has min(e, rounds)
-// messages.
+// Multiplies the counts of peers by length, tensor dim by tensor dim. A peer with e elements takes min(e, rounds)
+// messages. Example: 4 rounds, two peers with 3 indices of dim 0, and one with 1 and one with 2 indices of dim 1. So
+// two of the four combinations have 3 elements and two have 6: 2 * 3 + 2 * 4 = 14 messages.
 int64_t MeshExchange::num_messages(const std::vector<const PeerCounts*>& by_dim) const {
   ByLength all{{1, 1}};
   for (const PeerCounts* peers : by_dim) {
     ByLength finer;
     for (const auto& [length, parts] : peers->by_length) {
-      for (const auto& [elements, others] : all) finer[std::min(elements * length, rounds_)] += others * parts;
+      for (const auto& [elements, count] : all) finer[std::min(elements * length, rounds_)] += count * parts;
     }
     all = std::move(finer);
   }
   int64_t messages = 0;
-  for (const auto& [elements, others] : all) messages += elements * others;
+  for (const auto& [elements, count] : all) messages += elements * count;
   return messages;
 }
 
@@ -302,14 +302,14 @@ int64_t MeshExchange::elements_between(int64_t from, int64_t to) const {
 
 int64_t MeshExchange::reduce_scatter_messages(int64_t position) const {
   const Coordinates& at = coordinates(position);
-  std::vector<PeerCounts> keepers;
+  std::vector<PeerCounts> receivers;
   std::vector<const PeerCounts*> by_dim;
-  keepers.reserve(before_.ndim());
+  receivers.reserve(before_.ndim());
   for (int t = 0; t < before_.ndim(); ++t) {
     const IntervalList& held = held_.at(t, at).list;
-    by_dim.push_back(&keepers.emplace_back(count_peers(after_, t, at, group_dims_, held)));
+    by_dim.push_back(&receivers.emplace_back(count_peers(after_, t, at, group_dims_, held)));
   }
-  return num_messages(by_dim) - std::min(num_needed(position), rounds_);
+  return num_messages(by_dim) - std::min(num_needed(position), rounds_);  // without messages to itself
 }
 
 // The sources and the receivers depend on the coordinates that determine this rank's part, and on the coordinates that
@@ -352,8 +352,6 @@ MeshExchange::CountsOfDim& MeshExchange::counts_of_dim(int tensor_dim) const {
   return counts_[tensor_dim];
 }
 
-// Returns the number of members of the group around a position for each length of their part of a tensor dim, among
-// members that differ only in mesh dims that cut it.
 std::map<int64_t, int64_t> MeshExchange::part_lengths_in_group(const Layout& layout, int tensor_dim,
                                                                int64_t position) const {
   const std::vector<Cut>& cuts = layout.cuts(tensor_dim);
@@ -367,8 +365,8 @@ std::map<int64_t, int64_t> MeshExchange::part_lengths_in_group(const Layout& lay
   return lengths;
 }
 
-// All combinations of parts of the tensor dims exist. So all members hold equally many elements if and only if they do
-// in every tensor dim, or if all hold none.
+// All combinations of parts of the tensor dims exist. So all members hold equally many elements if and only if their
+// parts of every tensor dim are equally long, or if all hold none.
 bool MeshExchange::hold_equally(int64_t position) const {
   const Layout& layout = before_;
   bool all_equal = true;
@@ -388,7 +386,7 @@ std::map<int64_t, int64_t> MeshExchange::members_by_need(int64_t position) const
   for (int t = 0; t < layout.ndim(); ++t) {
     std::map<int64_t, int64_t> more;
     for (const auto& [length, times] : part_lengths_in_group(layout, t, position)) {
-      for (const auto& [elements, others] : members) more[elements * length] += others * times;
+      for (const auto& [elements, count] : members) more[elements * length] += count * times;
     }
     members = std::move(more);
   }
