@@ -83,7 +83,7 @@ MeshExchange::Adjacency MeshExchange::adjacency_of(const Group& group) const {
     std::vector<Part> needed;
     std::map<const IntervalList*, int> held_numbers;
     std::map<const IntervalList*, int> needed_numbers;
-    // Returns the number of a part, which is added if it is new. Equal parts have one list in the cache.
+    // Returns the number of a part, which is added if it is new. The address of its cached list identifies a part.
     const auto number_of_part = [](std::vector<Part>& parts, std::map<const IntervalList*, int>& known,
                                    const Part& part) {
       const auto [found, is_new] = known.emplace(part.list, static_cast<int>(parts.size()));

@@ -1,4 +1,4 @@
-// The extents of messages between pairs of ranks: number of elements, offsets, and contiguity (Extent in
+// The extents of messages between pairs of ranks: number of elements, offsets and contiguity (Extent in
 // mesh_exchange.h).
 #include <algorithm>
 #include <set>
@@ -38,25 +38,25 @@ SharedRuns MeshExchange::shared_runs(const Part& held, const Part& needed) {
   return {end - begin, 1, begin - held.begin, begin - needed.begin};
 }
 
-// Returns the rank's part of a tensor dim, with the values that comparisons need.
 MeshExchange::Part MeshExchange::part(KnownParts& parts, int tensor_dim, int64_t position) const {
   const auto& [list, length] = parts.at(tensor_dim, coordinates(position));
   const Interval span = span_of(list);
   return {span.begin, span.end, length, &list, list.size() > 1};
 }
 
-const MeshExchange::PartsOfRank& MeshExchange::parts_at(KnownParts& parts, CachedParts& at, int64_t position) const {
-  if (at.position == position) return at.parts;
-  at.position = position;
-  at.parts.resize(ndim_);
-  for (size_t t = 0; t < ndim_; ++t) at.parts[t] = part(parts, static_cast<int>(t), position);
-  return at.parts;
+const MeshExchange::PartsOfRank& MeshExchange::parts_at(KnownParts& parts, CachedParts& last, int64_t position) const {
+  if (last.position == position) return last.parts;
+  last.position = position;
+  last.parts.resize(ndim_);
+  for (size_t t = 0; t < ndim_; ++t) last.parts[t] = part(parts, static_cast<int>(t), position);
+  return last.parts;
 }
 
 Extent MeshExchange::kept_extent(int64_t position) const { return common_extent(held(position), needed(position)); }
 
-// Visits dims from the innermost outwards. In a run, every dim of more than one index has as its stride the product of
-// the sizes of the inner dims.
+// Visits dims from the innermost outwards. The common elements are contiguous in a part if they are one run on every
+// dim with more than one common index, and the dim's stride in the part is the number of common elements of the inner
+// dims.
 template <typename RunsOf>
 Extent MeshExchange::common_extent(const PartsOfRank& held, const PartsOfRank& needed, const RunsOf& runs_of) const {
   Extent extent{1, 0, 0, true, true};
@@ -124,8 +124,8 @@ MeshExchange::Transfer MeshExchange::transfer(const Group& group, int64_t from, 
   }
   if (!is_regular_) return may_send(from, to) ? full_transfer(from, to) : Transfer();
   if (!sends_to(group, from, to)) return {};
-  if (!any_transfer_ || any_transfer_->is_contiguous_in_some_round())
-    any_transfer_ = full_transfer(from, to);  // if no element is contiguous, offsets do not matter
+  // All transfers have the same sizes. Offsets only matter if the elements are contiguous in some round.
+  if (!any_transfer_ || any_transfer_->is_contiguous_in_some_round()) any_transfer_ = full_transfer(from, to);
   return *any_transfer_;
 }
 
@@ -141,27 +141,30 @@ const MeshExchange::Transfer& MeshExchange::any_transfer(int64_t position) const
   if (any_transfer_) return *any_transfer_;
   const Mesh& mesh = before_.mesh();
   const Group& own_group = group_without_members(position);
-  const auto try_with = [&](int64_t other) {
-    if (other != position && sends_to(own_group, position, other)) any_transfer_ = full_transfer(position, other);
-    if (!any_transfer_ && other != position && sends_to(own_group, other, position))
+  const auto finds_transfer_with = [&](int64_t other) {
+    if (other == position) return false;
+    if (sends_to(own_group, position, other)) {
+      any_transfer_ = full_transfer(position, other);
+    } else if (sends_to(own_group, other, position)) {
       any_transfer_ = full_transfer(other, position);
+    }
     return any_transfer_.has_value();
   };
   for (const int d : cutting_dims_.to_vector()) {
     const int64_t first = position - mesh.coordinate(position, d) * mesh.stride(d);
     for (int64_t c = 0; c < mesh.dim_size(d); ++c) {
-      if (try_with(first + c * mesh.stride(d))) return *any_transfer_;
+      if (finds_transfer_with(first + c * mesh.stride(d))) return *any_transfer_;
     }
   }
   for (const int64_t other : mesh.group(position, group_dims_)) {
-    if (try_with(other)) break;
+    if (finds_transfer_with(other)) break;
   }
   check_invariant(any_transfer_.has_value(), "position ", position, " exchanges no messages");
   return *any_transfer_;
 }
 
-// Caches the rounds of a message. The key has the lengths of the parts and their relative places, which determine the
-// rounds.
+// Caches the extents of the rounds. The key has the range, the lengths of the parts and the relative places of their
+// common runs, which determine the extents relative to `whole`.
 MeshExchange::Transfer MeshExchange::divided_into_rounds(const PartsOfRank& held, const PartsOfRank& needed,
                                                          const Extent& whole, Interval range) const {
   if (whole.count == 0 || (rounds_ == 1 && range.end - range.begin == whole.count)) return {whole, nullptr};
@@ -180,11 +183,11 @@ MeshExchange::Transfer MeshExchange::divided_into_rounds(const PartsOfRank& held
   }
   const auto [found, is_new] = round_extents_.try_emplace(std::move(key));
   if (is_new) {
-    Region all_held;
-    Region all_needed;
-    for (size_t t = 0; t < ndim_; ++t) all_held.push_back(*held[t].list);
-    for (size_t t = 0; t < ndim_; ++t) all_needed.push_back(*needed[t].list);
-    const Selection intersection(all_held, all_needed);
+    Region held_region;
+    Region needed_region;
+    for (size_t t = 0; t < ndim_; ++t) held_region.push_back(*held[t].list);
+    for (size_t t = 0; t < ndim_; ++t) needed_region.push_back(*needed[t].list);
+    const Selection intersection(held_region, needed_region);
     for (int64_t round = 0; round < rounds_; ++round) {
       const Interval part = in_round(range, round, rounds_);
       const Selection elements = intersection.slice(part.begin, part.end);
@@ -203,30 +206,31 @@ MeshExchange::Transfer MeshExchange::divided_into_rounds(const PartsOfRank& held
   return {whole, &found->second};
 }
 
-// Adds the overlap of `search.own_part` with `times` parts of peers that have `peer_indices`, or counts it with an
-// equal overlap.
-void MeshExchange::add_overlap(const IntervalList& peer_indices, int64_t times, OverlapSearch& search) const {
+// Overlaps are equal if the lengths of parts, the number of common indices and their runs are equal, and, with several
+// rounds, the common runs are equal up to a shift.
+void MeshExchange::add_overlap(const IntervalList& peer_part, int64_t times, OverlapSearch& search) const {
   const Layout& layout = search.others_hold ? before_ : after_;
-  const IntervalList& list = overlap_lists_.emplace_back(layout.restricted(search.tensor_dim, peer_indices));
-  const Part peer_part{list.front().begin, list.back().end, length(list), &list, list.size() > 1};
-  const Part& held = search.others_hold ? peer_part : search.own_part;
-  const Part& needed = search.others_hold ? search.own_part : peer_part;
+  const IntervalList& list = overlap_lists_.emplace_back(layout.restricted(search.tensor_dim, peer_part));
+  const Part other_part{list.front().begin, list.back().end, length(list), &list, list.size() > 1};
+  const Part& held = search.others_hold ? other_part : search.own_part;
+  const Part& needed = search.others_hold ? search.own_part : other_part;
   const SharedRuns shared = shared_runs(held, needed);
   PieceList pieces;
   if (rounds_ > 1 && (held.has_gaps || needed.has_gaps)) pieces = intersect(*held.list, *needed.list);
   for (OverlapClass& known : search.classes) {
-    if (known.part.length == peer_part.length && known.shared.length == shared.length &&
+    if (known.part.length == other_part.length && known.shared.length == shared.length &&
         known.shared.runs == shared.runs && are_equal_up_to_shift(known.pieces, pieces)) {
       known.times += times;
       overlap_lists_.pop_back();
       return;
     }
   }
-  search.classes.push_back({peer_part, times, shared, std::move(pieces)});
+  search.classes.push_back({other_part, times, shared, std::move(pieces)});
 }
 
-// Adds the overlaps of `search.own_part` with the parts of other ranks, into which `cuts` divide a list. If
-// `search.own_part` covers a run completely, all chunks of the run but the last have equal length.
+// Divides the list by the first cut and continues with each part. Parts that give equal overlaps are visited once: all
+// full chunks of a run that the rank's part covers completely, and all full chunks between the first and the last that
+// overlap the rank's part.
 void MeshExchange::add_overlaps_of_parts(const IntervalList& list, std::span<const Cut> cuts, int64_t times,
                                          OverlapSearch& search) const {
   const Part& own_part = search.own_part;
@@ -236,36 +240,36 @@ void MeshExchange::add_overlaps_of_parts(const IntervalList& list, std::span<con
   const Mesh& mesh = before_.mesh();
   const Cut& first = cuts[0];
   const int64_t k = mesh.dim_size(first.mesh_dim);
-  const auto go_on = [&](const IntervalList& part, int64_t more) {
+  const auto divide_further = [&](const IntervalList& part, int64_t more) {
     add_overlaps_of_parts(part, cuts.subspan(1), times * more, search);
   };
   if (!cutting_dims_.contains(first.mesh_dim)) {
-    return go_on(first.rule.part(list, k, mesh.coordinate(search.position, first.mesh_dim)), 1);
+    return divide_further(first.rule.part(list, k, mesh.coordinate(search.position, first.mesh_dim)), 1);
   }
   const bool all_vary = std::all_of(
       cuts.begin(), cuts.end(), [&](const Cut& c) { return c.rule.is_chunks() && cutting_dims_.contains(c.mesh_dim); });
   const int64_t n = length(list);
-  if (all_vary && list.size() == 1 && overlapping.runs == 1 && overlapping.length == n) {
+  if (all_vary && list.size() == 1 && overlapping.runs == 1 && overlapping.length == n) {  // the rank's part covers it
     const int64_t begin = list.front().begin;
     const int64_t chunk = (n + k - 1) / k;
     const int64_t full = n / chunk;
-    go_on({{begin, begin + chunk}}, full);
-    if (full * chunk < n) go_on({{begin + full * chunk, begin + n}}, 1);
+    divide_further({{begin, begin + chunk}}, full);
+    if (full * chunk < n) divide_further({{begin + full * chunk, begin + n}}, 1);
     return;
   }
   Interval coordinates{0, k};
-  if (first.rule.makes_runs()) {  // only the coordinates from the first to the last shared element
-    const int64_t until = intersection_length(list, {{0, own_part.list->back().end}});
-    coordinates = first.rule.coordinates_of({overlapping.a_position, until}, n, k);
+  if (first.rule.makes_runs()) {  // only the coordinates with positions from the first to the last common element
+    const int64_t end_position = intersection_length(list, {{0, own_part.list->back().end}});
+    coordinates = first.rule.coordinates_of({overlapping.a_position, end_position}, n, k);
   }
   const bool all_runs = list.size() == 1 && own_part.list->size() == 1 &&
                         std::all_of(cuts.begin(), cuts.end(), [](const Cut& c) { return c.rule.is_chunks(); });
   if (all_runs && coordinates.end - coordinates.begin > 3) {  // all chunks between the first and the last are full
-    go_on(first.rule.part(list, k, coordinates.begin), 1);
-    go_on(first.rule.part(list, k, coordinates.begin + 1), coordinates.end - coordinates.begin - 2);
-    return go_on(first.rule.part(list, k, coordinates.end - 1), 1);
+    divide_further(first.rule.part(list, k, coordinates.begin), 1);
+    divide_further(first.rule.part(list, k, coordinates.begin + 1), coordinates.end - coordinates.begin - 2);
+    return divide_further(first.rule.part(list, k, coordinates.end - 1), 1);
   }
-  for (int64_t c = coordinates.begin; c < coordinates.end; ++c) go_on(first.rule.part(list, k, c), 1);
+  for (int64_t c = coordinates.begin; c < coordinates.end; ++c) divide_further(first.rule.part(list, k, c), 1);
 }
 
 ByCoordinates<std::vector<MeshExchange::OverlapClass>> MeshExchange::empty_overlap_cache(int tensor_dim,
@@ -308,7 +312,7 @@ std::optional<std::vector<int>> MeshExchange::profile(int64_t position) const {
   return all;
 }
 
-// Returns a number that stands for all values, except offsets, that common_extent() reads of one tensor dim.
+// The number stands for all values of the tensor dim, except offsets, that common_extent() reads.
 int MeshExchange::profile_in(int tensor_dim, int64_t position) const {
   const Part held = part(held_, tensor_dim, position);
   const Part needed = part(needed_, tensor_dim, position);
@@ -324,11 +328,10 @@ int MeshExchange::profile_in(int tensor_dim, int64_t position) const {
   return known.try_emplace(std::move(profile), static_cast<int>(known.size())).first->second;
 }
 
-// Every mesh dim cuts at most one tensor dim, so parts of different tensor dims combine freely.
+// Every mesh dim cuts at most one tensor dim, so parts of different tensor dims combine freely: each combination of one
+// overlap class per tensor dim is a message class. combination_ counts through the combinations, the last dim fastest.
 const std::vector<MeshExchange::MessageClass>& MeshExchange::message_classes(int64_t position, bool others_hold) const {
-  // Receivers that differ only in mesh dims that cut nothing after the move need equal parts.
-  const MeshDimSet idle = others_hold ? MeshDimSet() : cutting_dims_ - after_.cut_dims();
-  const int64_t idle_times = before_.mesh().group_size(idle);
+  const int64_t peers_per_part = others_hold ? 1 : receivers_per_part_;
   const PartsOfRank& own_parts = others_hold ? needed(position) : held(position);
   std::vector<const std::vector<OverlapClass>*>& overlapping = overlapping_;
   std::vector<size_t>& at = combination_;
@@ -336,15 +339,15 @@ const std::vector<MeshExchange::MessageClass>& MeshExchange::message_classes(int
   overlapping.resize(ndim_);
   at.assign(ndim_, 0);
   others.resize(ndim_);
-  bool is_left = true;
+  bool has_combination = true;
   for (size_t t = 0; t < ndim_; ++t) {
     overlapping[t] = &overlap_classes(static_cast<int>(t), position, others_hold);
-    is_left = is_left && !overlapping[t]->empty();
+    has_combination = has_combination && !overlapping[t]->empty();
   }
   std::vector<MessageClass>& all = classes_;
   all.clear();
-  while (is_left) {
-    int64_t times = idle_times;
+  while (has_combination) {
+    int64_t times = peers_per_part;
     for (size_t t = 0; t < ndim_; ++t) {
       others[t] = (*overlapping[t])[at[t]].part;
       times *= (*overlapping[t])[at[t]].times;
@@ -355,7 +358,7 @@ const std::vector<MeshExchange::MessageClass>& MeshExchange::message_classes(int
     all.push_back({divided_into_rounds(has, wants, whole, {0, whole.count}), times});
     size_t t = ndim_;
     while (t > 0 && ++at[t - 1] == overlapping[t - 1]->size()) at[--t] = 0;
-    is_left = t > 0;
+    has_combination = t > 0;
   }
   all.push_back({full_transfer(position, position), -1});
   return all;
