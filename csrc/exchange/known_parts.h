@@ -1,4 +1,4 @@
-// A cache of values that depend only on a rank's coordinates on a few mesh dims. Each is computed once for all ranks.
+// Caches of values that depend only on a rank's coordinates on a few mesh dims. Each is computed once for all ranks.
 #pragma once
 
 #include <array>
@@ -20,27 +20,27 @@ inline void coordinates_at(const Mesh& mesh, int64_t position, Coordinates& coor
   for (int d = mesh.ndim(); d-- > 0; position /= mesh.dim_size(d)) coordinates[d] = position % mesh.dim_size(d);
 }
 
-// A cache by the coordinates on some mesh dims. It begins as a hash map. After kFew values it becomes a table if there
-// are few combinations of coordinates. References stay valid.
+// A cache by the coordinates on some mesh dims. It begins as a hash map. From kMaxHashed values on it is a table, if
+// all combinations of coordinates fit into one. References stay valid.
 template <typename Value>
 class ByCoordinates {
  public:
   ByCoordinates(const Mesh& mesh, MeshDimSet mesh_dims) {
     for (const int d : mesh_dims.to_vector()) {
-      factors_.emplace_back(d, mesh.dim_size(d));
-      count_ *= mesh.dim_size(d);
+      mesh_dims_.emplace_back(d, mesh.dim_size(d));
+      num_combinations_ *= mesh.dim_size(d);
     }
   }
 
   // Returns true if all combinations of coordinates fit into the table.
-  bool fits_table() const { return count_ <= kMaxInTable; }
+  bool fits_table() const { return num_combinations_ <= kMaxInTable; }
 
   // Returns the value at these coordinates. On the first call `make()` computes it.
   template <typename Make>
   const Value& at(const Coordinates& coordinates, const Make& make) {
     int64_t index = 0;
-    for (const auto& [d, size] : factors_) index = index * size + coordinates[d];
-    if (table_.empty() && fits_table() && hashed_.size() >= kFew) table_.resize(count_);
+    for (const auto& [d, size] : mesh_dims_) index = index * size + coordinates[d];
+    if (table_.empty() && fits_table() && hashed_.size() >= kMaxHashed) table_.resize(num_combinations_);
     std::optional<Value>& value = table_.empty() ? hashed_[index] : table_[index];
     if (!value) value = make();
     return *value;
@@ -48,10 +48,10 @@ class ByCoordinates {
 
  private:
   static constexpr int64_t kMaxInTable = 4096;  // maximum number of combinations for a table
-  static constexpr size_t kFew = 8;             // fewer values are hashed: a table costs more than it saves
+  static constexpr size_t kMaxHashed = 8;       // up to so many values a table costs more than it saves
 
-  int64_t count_ = 1;                             // number of combinations of coordinates
-  std::vector<std::pair<int, int64_t>> factors_;  // mesh dim and size
+  int64_t num_combinations_ = 1;                    // of coordinates
+  std::vector<std::pair<int, int64_t>> mesh_dims_;  // and their sizes
   std::vector<std::optional<Value>> table_;
   std::unordered_map<int64_t, std::optional<Value>> hashed_;
 };
