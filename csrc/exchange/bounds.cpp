@@ -52,7 +52,7 @@ class Bounds {
     for (const auto& [rank, parts] : parts_of_) {
       if (parts.dst_part == kNone) continue;
       const int64_t kept = parts.src_part == kNone ? 0 : elements_of_cell(parts.src_part, parts.dst_part);
-      const int64_t missing = dst_part_size(parts.dst_part) - kept;
+      const int64_t missing = part_size(dst_, parts.dst_part) - kept;
       received_max = std::max(received_max, missing);
       received_sum += missing;
     }
@@ -114,7 +114,7 @@ class Bounds {
       }
       int64_t missing = 0;
       for (const int64_t part : needed) {
-        missing += dst_part_size(part);
+        missing += part_size(dst_, part);
         for (const int64_t own : held) missing -= elements_of_cell(own, part);
       }
       bound.node_bytes_max = std::max(bound.node_bytes_max, missing * item);
@@ -172,25 +172,17 @@ class Bounds {
     return elements;
   }
 
-  // Return the number of elements of a part of the destination, and of the source.
-  int64_t dst_part_size(int64_t part) const {
-    const std::span<const int64_t> shards = dst_.shards_of(part);
+  // Returns the number of elements of a part.
+  static int64_t part_size(const Grid& grid, int64_t part) {
     int64_t elements = 1;
-    for (size_t t = 0; t < overlaps_.size(); ++t) elements *= length(dst_.lists(static_cast<int>(t))[shards[t]]);
-    return elements;
-  }
-
-  int64_t src_part_size(int64_t part) const {
-    const std::span<const int64_t> shards = src_.shards_of(part);
-    int64_t elements = 1;
-    for (size_t t = 0; t < overlaps_.size(); ++t) elements *= length(src_.lists(static_cast<int>(t))[shards[t]]);
+    for (int t = 0; t < grid.ndim(); ++t) elements *= length(grid.lists(t)[grid.shards_of(part)[t]]);
     return elements;
   }
 
   // Returns, for each part of the source, the number of elements that its receivers need, summed over receivers.
   std::vector<int64_t> requested_of_parts() const {
     std::vector<int64_t> requested(src_.parts());
-    for (int64_t part = 0; part < src_.parts(); ++part) requested[part] = src_part_size(part) * dst_.replicas();
+    for (int64_t part = 0; part < src_.parts(); ++part) requested[part] = part_size(src_, part) * dst_.replicas();
     for (const auto& [cell, ranks] : keepers_) {
       requested[cell.first] -= elements_of_cell(cell.first, cell.second) * static_cast<int64_t>(ranks.size());
     }
@@ -200,7 +192,7 @@ class Bounds {
   // Returns, for each part of the source, the number of elements that some rank needs and does not hold.
   std::vector<int64_t> leaving_of_parts() const {
     std::vector<int64_t> leaving(src_.parts());
-    for (int64_t part = 0; part < src_.parts(); ++part) leaving[part] = src_part_size(part);
+    for (int64_t part = 0; part < src_.parts(); ++part) leaving[part] = part_size(src_, part);
     for (const auto& [cell, ranks] : keepers_) {
       if (static_cast<int64_t>(ranks.size()) == dst_.replicas()) {
         leaving[cell.first] -= elements_of_cell(cell.first, cell.second);
@@ -227,14 +219,7 @@ class Bounds {
   // Returns the number of cells, including cells without receivers.
   int64_t num_cells() const {
     int64_t cells = 1;
-    for (size_t t = 0; t < overlaps_.size(); ++t) {
-      int64_t overlaps = 0;
-      const auto shards = static_cast<int64_t>(src_.lists(static_cast<int>(t)).size());
-      for (int64_t shard = 0; shard < shards; ++shard) {
-        overlaps += static_cast<int64_t>(overlaps_[t].of_src(shard).size());
-      }
-      cells *= overlaps;
-    }
+    for (const ShardOverlaps& overlaps : overlaps_) cells *= overlaps.num_pairs();
     return cells;
   }
 

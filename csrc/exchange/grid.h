@@ -101,6 +101,8 @@ class ShardOverlaps {
   // Returns the overlaps of one shard, ascending by the other grid's shard.
   std::span<const Overlap> of_src(int64_t shard) const { return of_src_.of(shard); }
   std::span<const Overlap> of_dst(int64_t shard) const { return of_dst_.of(shard); }
+  // Returns the number of pairs of shards that have indices in common.
+  int64_t num_pairs() const { return static_cast<int64_t>(of_src_.all.size()); }
   // Returns the sum of `elements` of a list.
   static int64_t elements_of(std::span<const Overlap> overlaps) {
     return overlaps.empty() ? 0 : overlaps.back().before + overlaps.back().elements;

@@ -70,12 +70,7 @@ const std::vector<GridExchange::PeerRange>& GridExchange::messages_in(const Mess
 
 int64_t GridExchange::num_overlaps() const {
   int64_t overlaps = dst().replicas();
-  for (int t = 0; t < src().ndim(); ++t) {
-    int64_t of_dim = 0;
-    const auto shards = static_cast<int64_t>(src().lists(t).size());
-    for (int64_t s = 0; s < shards; ++s) of_dim += static_cast<int64_t>(geometry_->overlaps[t].of_src(s).size());
-    overlaps = saturating_product(overlaps, of_dim);
-  }
+  for (const ShardOverlaps& of_dim : geometry_->overlaps) overlaps = saturating_product(overlaps, of_dim.num_pairs());
   return overlaps;
 }
 
