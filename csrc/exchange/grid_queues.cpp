@@ -53,8 +53,10 @@ void GridExchange::Geometry::find_absent() {
   }
 }
 
-// The quota of a queue covers as many whole replicas of the destination as each sender must serve, but is no longer
-// than the longest range: the quota of the longest queue, if it were divided evenly.
+// First computes the longest range: the longest queue, divided evenly among its senders. If a sender can then serve its
+// number of replicas of the destination, the quota of a queue is that of whole replicas, else the longest range.
+// Example: two senders serve three replicas of 4 elements each. The quota is 8 if another queue has a range of 8 or
+// more, else 6.
 void GridExchange::Geometry::find_queues() {
   queues.resize(src.parts());
   for (int64_t part = 0; part < src.parts(); ++part) {

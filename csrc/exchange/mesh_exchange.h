@@ -174,7 +174,8 @@ class MeshExchange final : public Exchange {
     Extent whole_;
     const std::vector<Extent>* rounds_ = nullptr;  // offsets are relative to whole_; null: one round
   };
-  // Returns the transfer between two positions of one group. With sharing, group() must have been called before.
+  // Returns the transfer between two positions of one group. With shared sending, group() must have been called before.
+  // In a regular exchange whose elements are not contiguous, the offsets may be those of another pair.
   Transfer transfer(const Group& group, int64_t from, int64_t to) const;
   // Returns the transfer of all elements that one rank holds and another needs, as if `to` read them from `from` and
   // not from another replica. In a reduction this is the contribution of `from` to the part of `to`.
