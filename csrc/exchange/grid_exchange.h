@@ -8,10 +8,12 @@
 // of the destination after the other, each in the order of its parts. The elements of one receiver are its *section*
 // of the queue. The queue is divided into *ranges* of equal length, one for each sender, in mesh order. All queues use
 // the length that covers the longest queue: shorter ranges would split more messages without relieving the busiest
-// rank. If the length is enough for every sender to serve whole replicas of the destination, the queue is cut between
-// replicas. With ReplicaPolicy::kEvenBytes a range may end anywhere, and the busiest rank sends the least possible
-// without forwarding, rounded up to elements. With ReplicaPolicy::kWholeMessages a message is sent by the rank whose
-// range contains its middle, and the busiest rank sends less than one message more than that.
+// rank. But if each sender can serve whole replicas of the destination within this length, the ranges of the queue have
+// the length of these replicas.
+//
+// With ReplicaPolicy::kEvenBytes a range may end anywhere, and the busiest rank sends the least possible without
+// forwarding, rounded up to elements. With ReplicaPolicy::kWholeMessages a message is sent by the rank whose range
+// contains its middle, and the busiest rank sends less than one message more.
 //
 // Example: 12 rows from ranks 0 to 3 on (a=2, b=2) as [S(0), R] to ranks 4 to 6 on (c=3) as [S(0)], by
 // ReplicaPolicy::kEvenBytes:
@@ -23,7 +25,7 @@
 // With ReplicaPolicy::kNodeLocal (exchange/node_local.h) senders first serve receivers on their own node, each up to
 // kMaxQuotasWithinNode times the longest range. The rest is divided evenly.
 //
-// Except with kNodeLocal, which lists all messages, no function takes time proportional to ranks times ranks: sections
+// With kNodeLocal all messages are listed. Otherwise no function takes time proportional to ranks times ranks: sections
 // of a queue are computed tensor dim by tensor dim, and the messages of one rank take time in proportion to their
 // number.
 #pragma once

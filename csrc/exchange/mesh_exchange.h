@@ -1,10 +1,10 @@
 // The exchange on one mesh, within groups of ranks that differ only in some mesh dims.
 //
-// If several ranks of a group hold the same part (the group has mesh dims that do not cut the layout before), a
-// receiver reads from the replica that has the receiver's coordinates on these *replica dims*. Alternatively the
-// replicas share the sending: the elements that the receivers need of a part are arranged in a queue by receiver
-// position, and every replica sends one range of the queue. All ranges of a group have the same length, the least that
-// covers every queue: shorter ranges would split more messages without relieving the busiest rank.
+// Some mesh dims of the group may not cut the layout before. Ranks that differ only in these *replica dims* hold the
+// same part. By default a receiver reads from the replica that has the receiver's coordinates on the replica dims.
+// Alternatively the replicas share the sending: the elements that the receivers need of a part are arranged in a queue
+// by receiver position, and every replica sends one range of the queue. All ranges of a group have the same length, the
+// least that covers every queue: shorter ranges would split more messages without relieving the busiest rank.
 //
 // Tensor dims are cut by different mesh dims, so the common elements of two ranks are a product over tensor dims. The
 // factors are cached by the coordinates on which they depend, and groups are cached too. In names, `held` is the part
@@ -100,7 +100,7 @@ class MeshExchange final : public Exchange {
   // ---- Counts, by position on the mesh
 
   // Returns the traffic of a rank in all rounds. Takes O(digits) if the exchange is regular; else O(intersecting parts)
-  // per combination of coordinates; with sharing O(members squared) per group.
+  // per combination of coordinates; with shared sending O(members squared) per group.
   Traffic traffic_at(int64_t position) const;
   // Returns an upper bound on the traffic of every rank; nullopt unless the exchange is regular.
   std::optional<Traffic> upper_bound() const;
@@ -370,7 +370,7 @@ class MeshExchange final : public Exchange {
   mutable int64_t position_ = -1;  // position of coordinates_
   mutable Coordinates coordinates_;
   mutable std::vector<CountsOfDim> counts_;                        // by tensor dim
-  mutable std::unordered_map<int64_t, Traffic> traffic_of_pairs_;  // with sharing: filled for a group at once
+  mutable std::unordered_map<int64_t, Traffic> traffic_of_pairs_;  // with shared sending: filled for a group at once
   mutable std::unordered_map<int64_t, Group> groups_;              // by least position
   mutable CachedParts last_held_;
   mutable CachedParts last_needed_;
