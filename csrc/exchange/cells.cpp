@@ -119,11 +119,11 @@ bool Cells::find_cells() {
   int64_t members = 0;
   for (int64_t combination = 0; combination < combinations; ++combination) {
     Cell cell{{}, 1, IndexSet::all_of(num_ranks_), IndexSet::all_of(num_ranks_)};
-    int64_t rest = combination;
+    int64_t digits = combination;  // one digit per axis: the index of its class
     for (const std::vector<Class>& of_axis : classes_) {
       const auto classes = static_cast<int64_t>(of_axis.size());
-      cell.classes.push_back(static_cast<size_t>(rest % classes));
-      rest /= classes;
+      cell.classes.push_back(static_cast<size_t>(digits % classes));
+      digits /= classes;
       const Class& axis_class = of_axis[cell.classes.back()];
       cell.elements *= length(axis_class.elements);
       cell.senders.intersect(axis_class.before);

@@ -244,11 +244,11 @@ IndexedExchange::IndexedExchange(AxisGrids grids, int64_t item_bytes, ReplicaPol
 
 Region IndexedExchange::elements_of(const MessageRange& message) const {
   Region region(src_.axes.size());
-  int64_t rest = message.combination;
+  int64_t digits = message.combination;  // one digit per axis: the index of its share
   for (size_t axis = region.size(); axis-- > 0;) {
     const Shares& shares = shares_of(axis, message.to);
-    region[axis] = shares[rest % static_cast<int64_t>(shares.size())].elements;
-    rest /= static_cast<int64_t>(shares.size());
+    region[axis] = shares[digits % static_cast<int64_t>(shares.size())].elements;
+    digits /= static_cast<int64_t>(shares.size());
   }
   return region;
 }
@@ -268,11 +268,11 @@ void IndexedExchange::compute_messages() {
     for (int64_t combination = 0; combination < combinations; ++combination) {
       std::vector<int64_t> part(src_.axes.size());
       int64_t count = 1;
-      int64_t rest = combination;
+      int64_t digits = combination;
       for (size_t axis = part.size(); axis-- > 0;) {
         const Shares& shares = shares_of(axis, to);
-        const Share& share = shares[rest % static_cast<int64_t>(shares.size())];
-        rest /= static_cast<int64_t>(shares.size());
+        const Share& share = shares[digits % static_cast<int64_t>(shares.size())];
+        digits /= static_cast<int64_t>(shares.size());
         part[axis] = share.shard;
         count *= length(share.elements);
       }

@@ -103,25 +103,26 @@ class WorkNetwork {
  public:
   WorkNetwork(const SharedWork& work, const Ratio& load)
       : work_(work),
-        jobs_(static_cast<int>(work.jobs.size())),
-        pools_(static_cast<int>(work.pools.size())),
-        source_(jobs_ + pools_ + static_cast<int>(work.team_sizes.size())),
-        network_(source_ + 2) {
-    for (int j = 0; j < jobs_; ++j) {
+        num_jobs_(static_cast<int>(work.jobs.size())),
+        num_pools_(static_cast<int>(work.pools.size())),
+        source_(num_jobs_ + num_pools_ + static_cast<int>(work.team_sizes.size())),
+        sink_(source_ + 1),
+        network_(sink_ + 1) {
+    for (int j = 0; j < num_jobs_; ++j) {
       network_.add_edge(source_, j, static_cast<Amount>(work.jobs[j].amount) * load.denominator);
       for (const int pool : work.jobs[j].pools) {
-        into_pools_.push_back({pool, j, network_.add_edge(j, jobs_ + pool, Network::kUnbounded)});
+        into_pools_.push_back({pool, j, network_.add_edge(j, pool_node(pool), Network::kUnbounded)});
       }
     }
-    for (int p = 0; p < pools_; ++p) {
+    for (int p = 0; p < num_pools_; ++p) {
       for (const int team : work.pools[p]) {
-        out_of_pools_.push_back({p, team, network_.add_edge(jobs_ + p, jobs_ + pools_ + team, Network::kUnbounded)});
+        out_of_pools_.push_back({p, team, network_.add_edge(pool_node(p), team_node(team), Network::kUnbounded)});
       }
     }
     for (int t = 0; t < static_cast<int>(work.team_sizes.size()); ++t) {
-      network_.add_edge(jobs_ + pools_ + t, source_ + 1, static_cast<Amount>(work.team_sizes[t]) * load.numerator);
+      network_.add_edge(team_node(t), sink_, static_cast<Amount>(work.team_sizes[t]) * load.numerator);
     }
-    flow_ = network_.max_flow(source_, source_ + 1);
+    flow_ = network_.max_flow(source_, sink_);
   }
 
   // Returns the amount of the maximum flow. The load is possible if and only if this is the amount of all jobs.
@@ -131,10 +132,10 @@ class WorkNetwork {
   // workers that may do any of them.
   Ratio load_of_cut() const {
     int64_t amount = 0;
-    for (int j = 0; j < jobs_; ++j) amount += network_.is_reached(j) ? work_.jobs[j].amount : 0;
+    for (int j = 0; j < num_jobs_; ++j) amount += network_.is_reached(j) ? work_.jobs[j].amount : 0;
     int64_t workers = 0;
     for (int t = 0; t < static_cast<int>(work_.team_sizes.size()); ++t) {
-      workers += network_.is_reached(jobs_ + pools_ + t) ? work_.team_sizes[t] : 0;
+      workers += network_.is_reached(team_node(t)) ? work_.team_sizes[t] : 0;
     }
     check_invariant(workers > 0, "a job with a positive amount has no team");
     return reduced(amount, workers);
@@ -143,13 +144,13 @@ class WorkNetwork {
   // Returns, by job, the share of each team. A pool's flow into its teams is divided among the pool's jobs in order.
   // The load must be an integer.
   std::vector<std::vector<TeamShare>> shares() const {
-    std::vector<std::vector<TeamShare>> by_pool(pools_);
+    std::vector<std::vector<TeamShare>> by_pool(num_pools_);
     for (const Arc& arc : out_of_pools_) {
       if (const auto amount = static_cast<int64_t>(network_.flow(arc.edge)); amount > 0) {
         by_pool[arc.pool].push_back({arc.other, amount});
       }
     }
-    std::vector<std::vector<TeamShare>> by_job(jobs_);
+    std::vector<std::vector<TeamShare>> by_job(num_jobs_);
     for (const Arc& arc : into_pools_) {
       std::vector<TeamShare>& unassigned = by_pool[arc.pool];
       for (auto amount = static_cast<int64_t>(network_.flow(arc.edge)); amount > 0;) {
@@ -164,17 +165,21 @@ class WorkNetwork {
   }
 
  private:
+  int pool_node(int pool) const { return num_jobs_ + pool; }
+  int team_node(int team) const { return num_jobs_ + num_pools_ + team; }
+
   // An edge between a pool and a job or a team.
   struct Arc {
     int pool;
     int other;  // the job or the team
-    int edge;   // its number in the network
+    int edge;   // index in the network
   };
 
   const SharedWork& work_;
-  int jobs_;
-  int pools_;
-  int source_;
+  int num_jobs_;
+  int num_pools_;
+  int source_;  // nodes: first jobs, then pools, then teams, then the source and the sink
+  int sink_;
   Network network_;
   std::vector<Arc> into_pools_;
   std::vector<Arc> out_of_pools_;

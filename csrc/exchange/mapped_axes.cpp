@@ -219,9 +219,9 @@ class Lister {
       const int64_t row_begin = dims.size() == 1 ? 0 : at / last.size * last.size;
       const int64_t row_end = dims.size() == 1 ? interval.end : std::min(interval.end, row_begin + last.size);
       Run row{0, 0, last.stride, true};
-      int64_t rest = last.size == 0 ? 0 : at / last.size;
-      for (size_t d = dims.size() - 1; d-- > 0; rest /= std::max<int64_t>(dims[d].size, 1)) {
-        const int64_t i = rest % dims[d].size - dims[d].begin;
+      int64_t outer_index = last.size == 0 ? 0 : at / last.size;
+      for (size_t d = dims.size() - 1; d-- > 0; outer_index /= std::max<int64_t>(dims[d].size, 1)) {
+        const int64_t i = outer_index % dims[d].size - dims[d].begin;
         row.is_moved = row.is_moved && i >= 0 && i < dims[d].length;
         row.index += i * dims[d].stride;
       }
