@@ -2,8 +2,10 @@
 //
 // If all lists repeat, their overlaps within the least common multiple of their periods repeat with it. So a range with
 // such repetitions has one *sample*, its first repetition. The indices between such ranges are in samples that occur
-// once. Example: of 28 rows that Cyclic(0,2) cuts over 2 and Cyclic(0,3) over 2, rows [0, 12) occur twice, and rows
-// [24, 28) once.
+// once. Example: 100 rows, cut as Cyclic(0,2) over 2 before and as Cyclic(0,3) over 2 after. The periods are 4 and 6.
+//
+//   [3, 15)                 occurs 7 times, up to row 87: the period of all four lists is 12
+//   [0, 3) and [87, 100)    occur once: some list has not begun or has ended
 #pragma once
 
 #include <cstdint>
