@@ -322,6 +322,7 @@ void IndexedExchange::compute_messages_by_cells() {
   const std::vector<std::vector<std::pair<size_t, int64_t>>> shared = cells->direct_shares(least);
   for (size_t c = 0; c < shared.size(); ++c) {
     const Cells::Cell& cell = cells->all()[c];
+    // The copies for all receivers form a queue. Each sender in turn sends its number of elements of the queue.
     auto sender_share = shared[c].begin();
     int64_t left = sender_share->second;
     for (const size_t receiver : cell.receivers.indices()) {
