@@ -246,8 +246,9 @@ int64_t GridExchange::messages_at_most(Rank rank, Direction direction) const {
   const RankParts& own = parts_of(rank);
   const int64_t parts = parts_received(own);
   if (policy_ == ReplicaPolicy::kWholeMessages) return parts;
-  // A section of e elements is served in at most 2 + (e - 2) / s ranges of s elements. If s < least_quota, no rank is
-  // absent, so s >= e. Then the section is served in at most two ranges, or in one if e = 1.
+  // A section of e elements is in at most 2 + (e - 2) / s ranges of s elements. If s < least_quota, ranges have the
+  // length of whole replicas and no rank is absent, so s >= e. Then the section is in at most two ranges, or in one if
+  // e = 1.
   const int64_t elements = received_elements(own);
   const int64_t least = geometry_->least_quota;
   const int64_t most = parts + (elements + (least - 2) * parts) / least;
