@@ -103,7 +103,7 @@ bool Cells::find_classes(const AxisGrid& src, const AxisGrid& dst, const std::ve
   for (const auto& [containing, ranges] : intervals) {
     classes.push_back({samples.repeated(ranges), IndexSet::none_of(ranks.size()), IndexSet::none_of(ranks.size())});
     for (const int64_t list : containing) {
-      (list < num_before ? classes.back().before : classes.back().after).add(ranks_of_list[list]);
+      (list < num_before ? classes.back().before : classes.back().after).unite(ranks_of_list[list]);
     }
   }
   return true;

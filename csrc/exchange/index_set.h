@@ -13,7 +13,7 @@ namespace shardwright {
 // A subset of the indices [0, n). Sets that are combined or compared must have the same n.
 class IndexSet {
  public:
-  // Returns the set of no indices, and the set of all.
+  // Return the set of no indices and the set of all.
   static IndexSet none_of(size_t n) { return IndexSet(std::vector<uint64_t>((n + 63) / 64, 0)); }
   static IndexSet all_of(size_t n) {
     IndexSet all(std::vector<uint64_t>((n + 63) / 64, ~uint64_t{0}));
@@ -23,8 +23,8 @@ class IndexSet {
 
   void insert(size_t i) { words_[i / 64] |= uint64_t{1} << i % 64; }
   void erase(size_t i) { words_[i / 64] &= ~(uint64_t{1} << i % 64); }
-  // Union, intersection and difference with another set.
-  void add(const IndexSet& other) {
+  // Replace this set by its union, intersection or difference with another set.
+  void unite(const IndexSet& other) {
     for (size_t w = 0; w < words_.size(); ++w) words_[w] |= other.words_[w];
   }
   void intersect(const IndexSet& other) {

@@ -64,7 +64,7 @@ int64_t transfers_with_reductions(const Layout& src, const Layout& dst, MeshDimS
 ExchangeBound indexed_bound(const Layout& src, const Layout& dst, int64_t ranks_per_node) {
   const MeshDimSet kept = kept_partials(src, dst);
   const std::vector<Rank> ranks = ranks_of(src.mesh(), dst.mesh());
-  const auto all = static_cast<int64_t>(ranks.size());
+  const auto num_ranks = static_cast<int64_t>(ranks.size());
   const int64_t item = src.dtype().size_bytes();
   const bool reduces = !(src.partial_dims() - kept).empty();
   ExchangeBound bound;
@@ -72,23 +72,23 @@ ExchangeBound indexed_bound(const Layout& src, const Layout& dst, int64_t ranks_
   if (!reduces && !(dst.partial_dims() - kept).empty()) return bound;  // a rank may hold any share of the value
 
   const AxisGrids grids = axis_grids(src, dst);
-  int64_t sum = 0;
-  int64_t most = 0;
+  int64_t received_sum = 0;
+  int64_t received_max = 0;
   if (reduces) {
-    sum = transfers_with_reductions(src, dst, kept);
-    most = ceil_divide(sum, all);
+    received_sum = transfers_with_reductions(src, dst, kept);
+    received_max = ceil_divide(received_sum, num_ranks);
   } else {
     const IndexedExchange exchange(grids, item, ReplicaPolicy::kWholeMessages);
     for (const Rank rank : ranks) {
       const int64_t received = exchange.num_elements(rank, Direction::kReceive);
-      sum += received;
-      most = std::max(most, received);
+      received_sum += received;
+      received_max = std::max(received_max, received);
     }
   }
-  bound.received_bytes_max = most * item;
-  bound.received_bytes_sum = sum * item;
-  bound.direct_sent = {sum, reduces ? all : src.mesh().size()};
-  bound.forwarded_sent = {sum, all};
+  bound.received_bytes_max = received_max * item;
+  bound.received_bytes_sum = received_sum * item;
+  bound.direct_sent = {received_sum, reduces ? num_ranks : src.mesh().size()};
+  bound.forwarded_sent = {received_sum, num_ranks};
   int64_t any_sent = bound.forwarded_sent.rounded_up();
   if (const std::optional<Cells> cells = reduces ? std::nullopt : Cells::of(grids.src, grids.dst, ranks)) {
     bound.direct_sent = cells->direct_load();

@@ -40,8 +40,8 @@ struct MeshExchange::Adjacency {
     std::vector<IndexSet> receivers_of(numbers.num_held, IndexSet::none_of(k));  // by held number
     std::vector<IndexSet> senders_of(numbers.num_needed, IndexSet::none_of(k));  // by needed number
     for (const auto& [held, needed] : numbers.overlap) {
-      receivers_of[held].add(needing[needed]);
-      senders_of[needed].add(holding[held]);
+      receivers_of[held].unite(needing[needed]);
+      senders_of[needed].unite(holding[held]);
     }
     for (size_t m = 0; m < k; ++m) {
       receivers[m].intersect(receivers_of[numbers.held[m]]);
@@ -135,7 +135,7 @@ void MeshExchange::connect(Group& group) const {
       const size_t member = component[at];
       exchanging += adjacency.receivers[member].size();
       IndexSet peers = adjacency.receivers[member];
-      peers.add(adjacency.senders[member]);
+      peers.unite(adjacency.senders[member]);
       peers.for_each([&](size_t peer) {
         if (group.component_of[peer] < k) return;
         group.component_of[peer] = index;
