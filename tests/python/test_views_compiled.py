@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 import dtensors
@@ -57,6 +58,32 @@ def _dtensors() -> None:
 
 def test_dtensor_views_compile_once(pool: Pool) -> None:
     pool.run(_dtensors, 4)
+
+
+def _lengths() -> None:
+    """After the second length of a sequence, Dynamo would make its sizes symbolic."""
+    mesh = get_mesh((2, 2))
+    weight = torch.arange(30.0).view(5, 6) / 30
+    with fresh_compilers(), sw.enabled(views=True):
+        linear = torch.compile(F.linear, backend="aot_eager")
+        for length in (8, 12, 4):
+            plain = [each.clone().requires_grad_() for each in (torch.randn(2, length, 6), weight)]
+            expected = F.linear(*plain)
+            expected.square().sum().backward()
+            sharded = [
+                dtensors.distribute(each.detach(), mesh, placements).requires_grad_()
+                for each, placements in zip(plain, (["S(1)", "S(1)"], ["R", "R"]), strict=True)
+            ]
+            y = linear(*sharded)
+            y.square().sum().backward()
+            torch.testing.assert_close(y.full_tensor(), expected)
+            for ours, there in zip(sharded, plain, strict=True):
+                assert ours.grad is not None
+                torch.testing.assert_close(ours.grad.full_tensor(), there.grad)
+
+
+def test_linear_compiles_for_each_length(pool: Pool) -> None:
+    pool.run(_lengths, 4)
 
 
 def _needs_move() -> None:
