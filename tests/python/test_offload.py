@@ -297,11 +297,11 @@ def _copies_during_products() -> None:
     def look(module: Any, _: Any) -> None:
         import async_device
 
-        host = layers[layers.index(module) + 1]._shardwright_unit.unit.host
+        copies = layers[layers.index(module) + 1]._shardwright_unit.unit.host_copies
         late = torch.Event(meshes.device)
         async_device.native().sleep(800)
         late.record()
-        host._fetched.synchronize()
+        copies._h2d_end.synchronize()
         seen.append(not late.query())
 
     with torch.no_grad():

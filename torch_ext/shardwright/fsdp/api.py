@@ -124,8 +124,8 @@ def fully_shard(
     device_type = device_type_of([parameter for parameter, _ in found])
     data = data_mesh_of(mesh, dp_mesh_dims, options.same_data_dims, device_type, options.placements is not None)
     kept_ranks_of(reshard_after_forward, data)
-    host = offload.host_of(offloaded, data.mesh.device_type)
-    placing = Placing(data, shard_placement_fn, options, reshard_after_forward, host is not None)
+    host_copies = offload.host_copies_of(offloaded, data.mesh.device_type)
+    placing = Placing(data, shard_placement_fn, options, reshard_after_forward, host_copies is not None)
     layouts = [placing.layouts_of(sites[0][2], parameter) for parameter, sites in found]
     dtypes_of = _dtypes_by(policy, options.matmul_format)
     carried = [
@@ -136,11 +136,11 @@ def fully_shard(
     with torch.no_grad():
         for (parameter, sites), placed, (in_dtypes, product) in zip(found, layouts, carried, strict=True):
             owners = [site[:2] for site in sites]
-            weight = Weight(sites[0][2], parameter, owners, placed, in_dtypes, host, product)
+            weight = Weight(sites[0][2], parameter, owners, placed, in_dtypes, host_copies, product)
             setattr(parameter, GIVEN, True)
             setattr(weight.sharded, SHARDED, True)
             made.append(weight)
-    unit = Unit(type(modules[0]).__name__, modules, made, reshard_after_forward is False, host)
+    unit = Unit(type(modules[0]).__name__, modules, made, reshard_after_forward is False, host_copies)
     state = _State(unit, policy, dtypes_of, options)
     for owner in modules:
         setattr(owner, ATTRIBUTE, state)
@@ -370,8 +370,8 @@ class _State:
         """Puts sharded parameters back after `unshard`: a state dict has only sharded parameters."""
         if self.runner is not None:
             self.runner.settle()
-        if self.unit.host is not None:
-            self.unit.host.wait()
+        if self.unit.host_copies is not None:
+            self.unit.host_copies.make_host_wait()
         if not self.unit.is_open:
             self.unit.put_sharded()
 

@@ -21,11 +21,11 @@ from torch.distributed.tensor import DTensor
 
 from .._native import _planner
 from ..layouts.layout import Layout
-from . import extensions, offload
+from . import extensions
 from .formats import Dtypes, with_dtype
 from .gather import Move
 from .layouts import Layouts
-from .offload import Host, Leaving
+from .offload import CopyToHost, HostCopies
 from .packing import Promise
 
 
@@ -256,25 +256,25 @@ class GradientWriteBack:
     there are hooks, `add` does so itself.
     """
 
-    def __init__(self, host: Host | None) -> None:
-        self._host = host
-        self._leaving: list[Leaving] = []  # copies to the host in progress
+    def __init__(self, host_copies: HostCopies | None) -> None:
+        self._host_copies = host_copies
+        self._in_flight: list[CopyToHost] = []  # copies to the host in progress
 
     def add(self, parameter: nn.Parameter, part: torch.Tensor) -> None:
         """Adds a part to `parameter.grad`, or starts to copy it to the host."""
         part = part.to(parameter.dtype)
-        if self._host is None:
+        if self._host_copies is None:
             _add(parameter, part)
             return
-        self._leaving.append(self._host.send(part))
+        self._in_flight.append(self._host_copies.start_copy_to_host(part))
         if _hooks_of(parameter):
             self.finish(parameter)
 
     def finish(self, parameter: nn.Parameter) -> None:
         """Makes the host wait for the copies in progress, and adds them to the gradient."""
-        leaving, self._leaving = self._leaving, []
-        for each in leaving:
-            _add(parameter, each.wait())
+        copies, self._in_flight = self._in_flight, []
+        for copy in copies:
+            _add(parameter, copy.wait())
 
 
 def _add(parameter: nn.Parameter, part: torch.Tensor) -> None:
@@ -340,11 +340,11 @@ class Trained:
     layouts: Layouts
     gradients: Gradients
 
-    def __init__(self, host: offload.Host | None) -> None:
+    def __init__(self, host_copies: HostCopies | None) -> None:
         self.is_expected = True  # some rank had a gradient in the latest backward that reduced its unit
         self.had_gradient = False  # this rank had a gradient since the last write-back to the sharded parameter
         self._undecided: list[torch.Tensor] = []  # reduced sums to which this rank has contributed zeros
-        self._write_back = GradientWriteBack(host)
+        self._write_back = GradientWriteBack(host_copies)
         self._note_gradient: Callable[[torch.Tensor], None] | None = None
         self._watched: nn.Parameter | None = None  # the full parameter whose hook calls `_note_gradient`
 

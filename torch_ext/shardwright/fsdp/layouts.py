@@ -27,7 +27,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from ..layouts.layout import Layout, Mesh
 from ..spmd.parameters import GRADIENT
-from .offload import Host
+from .offload import HostCopies
 
 
 class DataMesh(NamedTuple):
@@ -109,16 +109,16 @@ class Layouts:
             self.kept = self._kept_by(choice.keep_ranks, choice.shards)
         self._gradients: dict[tuple[Placement, ...], Layout] = {}  # results of `_gradient_layout`
 
-    def as_parameter(self, part: torch.Tensor, host: Host | None) -> DTensor:
-        """Returns a shard in layout `store` as the DTensor that modules have; in host memory if `host` is given."""
+    def as_parameter(self, part: torch.Tensor, host_copies: HostCopies | None) -> DTensor:
+        """Returns a shard in layout `store` as the DTensor that modules have, in host memory with `host_copies`."""
         shape = torch.Size(self._shape)
         stride = tuple(torch.empty(shape, device="meta").stride())
         full = DTensor.from_local(part, self.mesh, self.placements, run_check=False, shape=shape, stride=stride)
-        if host is None:
+        if host_copies is None:
             return full
         # `from_local` would copy it back to the device.
-        held = part if part.is_meta else host.hold(part)
-        return DTensor(held, full._spec, requires_grad=False)  # type: ignore[call-arg]
+        on_host = part if part.is_meta else host_copies.to_host_memory(part)
+        return DTensor(on_host, full._spec, requires_grad=False)  # type: ignore[call-arg]
 
     def as_used(self, local: torch.Tensor) -> torch.Tensor:
         """Returns a local tensor in layout `use` as modules get it: a DTensor if the parameter was one."""

@@ -31,7 +31,6 @@ from . import scheduler
 from .calls import MethodCalls
 from .chunks import UnitInChunks
 from .gather import measure
-from .offload import Copy
 from .packing import ALIGNMENT
 from .reductions import Reductions
 from .scheduler import Clock, Key, Plan, Times, Use, are_same, gather_until, held_bytes
@@ -266,7 +265,7 @@ class Runner:
         key, uses, plan, clock, is_too_long = self._key, self._uses, self._plan, self._clock, self._is_too_long
         activations = self._activations
         self._drain()
-        copies = [[] if unit.host is None else unit.host.end_timing() for unit in self.units]
+        copies = [[] if unit.host_copies is None else unit.host_copies.end_timing() for unit in self.units]
         self._key = None
         if key is None or not uses or is_too_long:
             return
@@ -275,9 +274,14 @@ class Runner:
         if plan is None or not are_same(plan.uses, uses):
             self._follow(key, uses, None, {})
         elif clock is not None and plan.timed is None:
-            self._follow(key, uses, self._agreed_times(clock, copies, plan.schedule, activations), {})
+            times = self._agreed_times(scheduler.own_times(clock, copies, plan.schedule, activations))
+            self._follow(key, uses, times, {})
         if clock is not None and scheduler.listener is not None:
             scheduler.listener.hear(self._plans[key].schedule, [unit.name for unit in self.units], clock, copies)
+
+    def _agreed_times(self, times: Times) -> Times:
+        """Returns times that are equal on all ranks, from those of this rank; zeros if units are on several meshes."""
+        return scheduler.agreed_times(times, {w.mesh for unit in self.units for w in unit.weights}, self.device)
 
     def reschedule(self) -> None:
         """Makes all schedules again with the current unit options, for the sequences that begin after this call."""
@@ -294,14 +298,6 @@ class Runner:
         self._plans[key] = plan
         if self._arena.numel() < plan.schedule.arena_bytes:
             self._arena = torch.empty(plan.schedule.arena_bytes, dtype=torch.uint8, device=self.device)
-
-    def _agreed_times(
-        self, clock: Clock, copies: list[list[Copy]], schedule: StepSchedule, activations: scheduler.StepActivations
-    ) -> Times:
-        """Returns times that are equal on all ranks; zeros if units are on several meshes."""
-        where = {weight.mesh for unit in self.units for weight in unit.weights}, self.device
-        times = scheduler.agreed_times(scheduler.measured(clock, copies, schedule), *where)
-        return times._replace(activations=scheduler.agreed_events(activations.events(), *where))
 
     def _schedule(self, key: Key, uses: list[Use], timed: Times | None) -> StepSchedule:
         """Returns the schedule of a sequence. To StepSchedule, a unit is one weight. `timed`: None before times."""
@@ -394,8 +390,8 @@ class Runner:
         is_timed = scheduler.listener is not None or (self._plan is not None and self._plan.timed is None)
         self._clock = Clock(self.device) if is_timed else None
         for unit in self.units:
-            if is_timed and unit.host is not None:
-                unit.host.begin_timing()
+            if is_timed and unit.host_copies is not None:
+                unit.host_copies.begin_timing()
         for chunks in self._in_chunks:
             chunks.begin_step()
         if self._in_chunks:

@@ -23,7 +23,7 @@ from .._planner import StepSchedule
 from ..debug.explaining import HeardStep
 from ..runtime import executables
 from ..runtime.agreement import MeshWords
-from .offload import Copy
+from .offload import TimedCopy
 from .units import Unit
 
 
@@ -106,11 +106,13 @@ class Listener:
         devices = [torch.device("cpu"), torch.accelerator.current_accelerator(check_available=True)]
         self._origins = {device.type: _mark(device) for device in devices if device is not None}
 
-    def hear(self, schedule: StepSchedule, names: list[str], clock: Clock, copies: Sequence[Sequence[Copy]]) -> None:
+    def hear(
+        self, schedule: StepSchedule, names: list[str], clock: Clock, copies: Sequence[Sequence[TimedCopy]]
+    ) -> None:
         """Adds a step that has ended. `names` and `copies` are lists by unit."""
         clock.intervals_ps()  # waits for the last interval
         heard = [
-            (name, copy.is_outward, *copy.seconds_since(self._origins))
+            (name, copy.to_host, *copy.seconds_since(self._origins))
             for name, all_copies in zip(names, copies, strict=True)
             for copy in all_copies
         ]
@@ -131,7 +133,9 @@ def listening() -> Iterator[list[HeardStep]]:
         listener = before
 
 
-def measured(clock: Clock, copies: Sequence[Sequence[Copy]], schedule: StepSchedule) -> Times:
+def own_times(
+    clock: Clock, copies: Sequence[Sequence[TimedCopy]], schedule: StepSchedule, activations: StepActivations
+) -> Times:
     """Returns the times of this rank in a step that has followed a schedule.
 
     `copies`: by unit, its copies between host and device. The result has their average time in each direction.
@@ -139,22 +143,26 @@ def measured(clock: Clock, copies: Sequence[Sequence[Copy]], schedule: StepSched
     num_copied = Counter((False, weight) for weight, _, _, _, from_copy in schedule.gathers if not from_copy)
     num_copied.update((True, weight) for weight, *_ in schedule.reductions)
 
-    def length_ps(unit: int, is_outward: bool) -> int:
-        lengths = [copy.length_ps for copy in copies[unit] if copy.is_outward == is_outward]
-        return sum(lengths) // max(1, num_copied[is_outward, unit])
+    def length_ps(unit: int, to_host: bool) -> int:
+        lengths = [copy.length_ps for copy in copies[unit] if copy.to_host == to_host]
+        return sum(lengths) // max(1, num_copied[to_host, unit])
 
     each = [(length_ps(unit, False), length_ps(unit, True)) for unit in range(len(copies))]
-    return Times(clock.intervals_ps(), each)
+    return Times(clock.intervals_ps(), each, activations.events())
 
 
 def agreed_times(times: Times, meshes: set[DeviceMesh], device: torch.device) -> Times:
-    """Returns each time's maximum over the ranks of the mesh; zeros if there are several meshes. Collective."""
+    """Returns each time's maximum over the ranks of the mesh. Collective.
+
+    If there are several meshes, returns zeros and no activations.
+    """
     if len(meshes) != 1:
         return Times([0] * len(times.uses), [(0, 0)] * len(times.copies))
-    (mesh,) = meshes
-    all_ps = MeshWords(mesh, device).largest([*times.uses, *(ps for pair in times.copies for ps in pair)])
+    words = MeshWords(next(iter(meshes)), device)
+    all_ps = words.largest([*times.uses, *(ps for pair in times.copies for ps in pair)])
     copies = all_ps[len(times.uses) :]
-    return Times(all_ps[: len(times.uses)], list(zip(copies[::2], copies[1::2])))
+    pairs = list(zip(copies[::2], copies[1::2]))
+    return Times(all_ps[: len(times.uses)], pairs, agreed_events(times.activations, words))
 
 
 # ---- activations that `checkpoint_cut` shards: the uses that save, need and free each of them
@@ -269,16 +277,12 @@ def begin_activations(plan: ActivationPlan | None) -> StepActivations:
     return current_activations
 
 
-def agreed_events(events: list[Event], meshes: set[DeviceMesh], device: torch.device) -> list[Event]:
-    """Returns the events with each size's and time's maximum over the ranks of the mesh. Collective.
+def agreed_events(events: list[Event], words: MeshWords) -> list[Event]:
+    """Returns the events with each size's and time's maximum over the ranks of a mesh. Collective.
 
-    Returns an empty list if there are several meshes, or if ranks differ in the number, uses or turns of activations.
-    They may differ because the size of an activation depends on a rank's batch, and small ones are not sharded.
+    Returns an empty list if ranks differ in the number, uses or turns of activations. They may differ because the size
+    of an activation depends on a rank's batch, and small ones are not sharded.
     """
-    if len(meshes) != 1:
-        return []
-    (mesh,) = meshes
-    words = MeshWords(mesh, device)
     text = ";".join(f"{e.saved_index} {e.saved} {e.first} {e.last} {e.until}" for e in events)
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
     count, least_count, most, least = words.largest([len(events), -len(events), digest, -digest])

@@ -85,10 +85,10 @@ class Unit:
         modules: tuple[nn.Module, ...],
         weights: list[Weight],
         stays: bool,  # initial value of `UnitOptions.keep_gathered`
-        host: offload.Host | None = None,
+        host_copies: offload.HostCopies | None = None,
     ) -> None:
         self.name = name
-        self.host = host  # copies between host and device; None without offload
+        self.host_copies = host_copies  # copies between host and device; None without offload
         self._modules = [weakref.ref(module) for module in modules]
         self.weights = weights
         self.forwards: list[int] = []  # numbers of the forwards that are running, innermost last
@@ -196,7 +196,7 @@ class Unit:
         scaled = (weight for weight in self.weights if weight.gather.format.needs_largest)
         measure(weight.measured for weight in scaled if weight.gather.needs_measure(weight.source))
         together = Together()
-        with contextlib.nullcontext() if self.host is None else self.host.fetching():
+        with contextlib.nullcontext() if self.host_copies is None else self.host_copies.on_h2d_stream():
             for weight in self._ahead:
                 weight.start_gather(memory, offset_bytes, from_kept, together.of(weight.moves))
                 offset_bytes += weight.gathered_bytes
@@ -237,17 +237,17 @@ class Unit:
 
     def finish_copies(self) -> None:
         """Blocks the host until gradients are in host memory and parameters in host memory may be written."""
-        if self.host is not None:
+        if self.host_copies is not None:
             for weight in self.weights:
                 weight.finish_gradients()
-            self.host.wait()
+            self.host_copies.make_host_wait()
 
     def finish_gather(self) -> None:
         """Waits for the gather, if one is in progress."""
         if not self._is_gathering:
             return
-        if self.host is not None:
-            self.host.join()
+        if self.host_copies is not None:
+            self.host_copies.make_stream_wait()
         for weight in self.weights:
             weight.finish_gather()
         self._is_gathering = False

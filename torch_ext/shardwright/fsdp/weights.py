@@ -69,7 +69,7 @@ class Weight(Trained):
         owners: Sequence[tuple[nn.Module, str]],  # modules that own the parameter, and its name in each
         layouts: Layouts,
         dtypes: Dtypes,
-        host: offload.Host | None = None,  # None: the part stays on the device
+        host_copies: offload.HostCopies | None = None,  # None: the part stays on the device
         product: Product | None = None,
     ) -> None:
         self.name = name
@@ -81,16 +81,16 @@ class Weight(Trained):
         # References to modules are weak, because modules refer to weights: so a model is freed without a cycle.
         self._owners = [(weakref.ref(module), name) for module, name in owners]
         self._slots = [(module._parameters, name) for module, name in owners]
-        self._host = host
-        super().__init__(host)
+        self._host_copies = host_copies
+        super().__init__(host_copies)
         self._is_read = False  # a module has read it other than by `product`, so each gather decodes it
         self.scales: torch.Tensor | None = None  # buffer of `product` (bytes), until `release`
         self.unit: weakref.ref[Any] | None = None  # the Unit that gathers it
         data = given.detach()
-        self._device = _device_of(data, layouts, host)
+        self._device = _device_of(data, layouts, host_copies)
         local = _local(data) if data.is_meta else _local(data).to(self._device)
         part = _slice(local, layouts, layouts.store)
-        self.sharded = nn.Parameter(layouts.as_parameter(part, host), requires_grad=given.requires_grad)
+        self.sharded = nn.Parameter(layouts.as_parameter(part, host_copies), requires_grad=given.requires_grad)
         moves.watch(self.sharded)
         held = None if layouts.store is layouts.shards else _slice(local, layouts, layouts.shards)
         self._set_up(layouts, dtypes, product, held)
@@ -121,7 +121,7 @@ class Weight(Trained):
             self.memory = _local(full.detach())
         self._set_full(full)
         self.product = product  # if given, `memory` has storage only after `read`
-        self._is_staged = self._host is not None and held is None and self.extension is None
+        self._is_staged = self._host_copies is not None and held is None and self.extension is None
         self._set_sizes(dtypes)
         self.sharded_bytes = self.part.nbytes + (0 if held is None else held.nbytes)
         self.kept: torch.Tensor | None = None
@@ -189,7 +189,7 @@ class Weight(Trained):
     @property
     def _home_type(self) -> str:
         """The device type of shards: the host's with offload."""
-        return "cpu" if self._host is not None else self._device.type
+        return "cpu" if self._host_copies is not None else self._device.type
 
     def convert(self, dtypes_of: DtypesOf) -> None:
         """Adopts the current dtype and device of the module's parameter. Must be called between steps."""
@@ -317,7 +317,8 @@ class Weight(Trained):
         if part.device.type not in (self._home_type, "meta"):
             raise RuntimeError(
                 f"{self.name} must stay on {self._home_type}"
-                f"{' with offload_policy' if self._host is not None else ''} after sw.fully_shard, got {part.device}"
+                + (" with offload_policy" if self._host_copies is not None else "")
+                + f" after sw.fully_shard, got {part.device}"
             )
 
     @property
@@ -346,8 +347,8 @@ class Weight(Trained):
     def watch_again(self) -> None:
         """Watches the parameter for writes after it or its local tensor was replaced. Pins it if it is on the host."""
         moves.watch(self.sharded)
-        if self._host is not None and self.part.device.type == "cpu":
-            self.sharded._local_tensor = self._host.hold(self.part)  # type: ignore[attr-defined]
+        if self._host_copies is not None and self.part.device.type == "cpu":
+            self.sharded._local_tensor = self._host_copies.to_host_memory(self.part)  # type: ignore[attr-defined]
 
     @property
     def description(self) -> str:
@@ -361,7 +362,7 @@ class Weight(Trained):
             f"{self.name} of shape {tuple(self.shards.shape)} and dtype {self.shards.dtype}: {placed}; used as "
             f"{dtypes.use}, sent as {weight} of {sent}, summed in {dtypes.reduce}"
             + (", multiplied in its message format" if self.product is not None else "")
-            + (", offloaded to the host" if self._host is not None else "")
+            + (", offloaded to the host" if self._host_copies is not None else "")
         )
 
     def start_refresh(self) -> None:
@@ -373,16 +374,16 @@ class Weight(Trained):
             self.finish_refresh()
             self._held_from = now
             self.note_contents()
-            if self._host is None:
+            if self._host_copies is None:
                 self._refresh = self.moves(self.store, self.shards, self.part, self._held.data)
                 return
-            with self._host.fetching():
-                self._refreshed_from = self.part.to(self._host.device, non_blocking=True)
+            with self._host_copies.on_h2d_stream():
+                self._refreshed_from = self.part.to(self._host_copies.device, non_blocking=True)
                 self._refresh = self.moves(self.store, self.shards, self._refreshed_from, self._held.data)
 
     def finish_refresh(self) -> None:
-        if self._refreshed_from is not None and self._host is not None:
-            self._host.join()
+        if self._refreshed_from is not None and self._host_copies is not None:
+            self._host_copies.make_stream_wait()
             self._refreshed_from = None
         if self._refresh is not None:
             self._refresh.wait()
@@ -412,8 +413,8 @@ class Weight(Trained):
             buffers.append(memory[offset_bytes : offset_bytes + size_bytes])
             offset_bytes += aligned(size_bytes)
         part = self._gather_source
-        if self._is_staged and self._host is not None:
-            part = self._host.fetch(self.part, buffers.pop())
+        if self._is_staged and self._host_copies is not None:
+            part = self._host_copies.copy_to_device(self.part, buffers.pop())
         if self.product is not None and self.product.scales_bytes > 0:
             self.scales = buffers.pop()
         self.gather.start(self._pairs, part, self.memory.data, buffers, move or self.moves)
@@ -492,8 +493,8 @@ def _empty(layout: Layout, dtype: torch.dtype, device: torch.device) -> torch.Te
     return torch.empty(layout.local_shape(dist.get_rank()), dtype=dtype, device=device)
 
 
-def _device_of(data: torch.Tensor, layouts: Layouts, host: offload.Host | None) -> torch.device:
+def _device_of(data: torch.Tensor, layouts: Layouts, host_copies: offload.HostCopies | None) -> torch.device:
     """Returns the device on which a weight is gathered."""
-    if host is not None:
-        return host.device
+    if host_copies is not None:
+        return host_copies.device
     return offload.current_device(layouts.mesh.device_type) if data.is_meta else data.device
