@@ -326,7 +326,7 @@ def _frees() -> None:
     runner = getattr(model, ATTRIBUTE).runner
     gone = [
         weakref.ref(runner._arena.untyped_storage()._cdata.__class__ and runner),
-        *(weakref.ref(weight.whole) for unit in runner.units for weight in unit.weights),
+        *(weakref.ref(weight.unsharded) for unit in runner.units for weight in unit.weights),
         *(weakref.ref(p) for p in model.parameters()),
     ]
     del runner, model

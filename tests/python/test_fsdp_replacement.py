@@ -196,7 +196,7 @@ def _from_the_meta_device() -> None:
             sharded: Any = Mlp()
         shard(sharded, flat_fully_shard, mesh, **options)
         for weight in (w for m in (sharded, *sharded.layers) for w in m._get_fsdp_state().unit.weights):
-            assert weight.part.is_meta and weight.whole.untyped_storage().data_ptr() == 0
+            assert weight.part.is_meta and weight.unsharded.untyped_storage().data_ptr() == 0
         for call in (functools.partial(sharded, batch(0)), sharded.unshard):
             with pytest.raises(RuntimeError, match=r"materialized from meta device .*\['enter.weight', 'enter.bias'"):
                 call()

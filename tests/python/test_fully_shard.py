@@ -177,7 +177,7 @@ def _released_weights_hold_nan() -> None:
     def poison(unit: Unit) -> None:
         unit.finish_gather()
         for weight in unit.weights:
-            weight.whole.data.fill_(torch.nan)
+            weight.unsharded.data.fill_(torch.nan)
         release(unit)
 
     Unit.release = poison  # type: ignore[method-assign]

@@ -92,11 +92,11 @@ def assert_trains_as_unsharded(model: Any, unsharded: Chain, width: int, steps: 
 class Timed(runner.Runner):
     """A runner for which each use of a layer takes ten times as long as its gather, and other uses take 1 ns."""
 
-    def _schedule(self, key: Any, uses: Any, timed: Any) -> Any:
+    def _make_plan(self, key: Any, uses: Any, timed: Any, variants: Any) -> None:
         if timed is not None:
             long_ps = 10 * self.units[1].gather_ps
             timed = timed._replace(uses=[1000 if use.units == (0,) else long_ps for use in uses])
-        return super()._schedule(key, uses, timed)
+        super()._make_plan(key, uses, timed, variants)
 
 
 class timed:

@@ -59,7 +59,7 @@ def _in_unit(name: str) -> Callable[[Any], Callable[[], None]]:
 
 
 def _survives() -> None:
-    interrupts = (_in_forward, _in_backward, _in_unit("put_full"), _in_unit("release"), _in_unit("finish_gather"))
+    interrupts = (_in_forward, _in_backward, _in_unit("to_unsharded"), _in_unit("release"), _in_unit("finish_gather"))
     for interrupt in interrupts:
         model, unsharded = shard(Mlp(), flat_fully_shard, get_mesh((2,))), Mlp()
         state = {name: full(value).clone() for name, value in model.state_dict().items()}

@@ -75,7 +75,7 @@ def poisoned() -> Iterator[None]:
     def poison_and_release(unit: Unit) -> None:
         unit.finish_gather()
         for weight in unit.weights:
-            for message in weight.gather.arrived[0] if weight.gather.arrived is not None else ():
+            for message in weight.gather.undecoded[0] if weight.gather.undecoded is not None else ():
                 message.fill_(torch.nan if message.is_floating_point() else 0x7F)  # NaN of float8_e4m3fn
             with contextlib.suppress(RuntimeError):  # the weight has no memory
                 weight.memory.data.fill_(torch.nan)
@@ -83,7 +83,7 @@ def poisoned() -> Iterator[None]:
         restore(unit)  # an optimizer may be next
 
     def finish_and_fill(reduction: Reduction) -> None:
-        gradients = [arriving.sent for _, arriving in reduction.under_way if arriving.sent is not None]
+        gradients = [pending.sent for _, pending in reduction.in_flight if pending.sent is not None]
         finish(reduction)
         for gradient in gradients:
             gradient.fill_(1e30)
@@ -154,7 +154,7 @@ def _overlap(prefetch: int | str, overlaps: bool) -> None:
     def note_reduction(unit: Unit, weights: list[Weight]) -> Reduction | None:
         reduction = start_reduction(unit, weights)
         if reduction is not None:
-            reduced[id(unit)] = [arriving.work for _, arriving in reduction.under_way]
+            reduced[id(unit)] = [pending.work for _, pending in reduction.in_flight]
         return reduction
 
     def in_forward(i: int) -> Callable[..., None]:

@@ -53,7 +53,7 @@ class ExplainedStep(NamedTuple):
     measured: Trace
 
 
-class HeardStep(NamedTuple):
+class RecordedStep(NamedTuple):
     """A recorded step: its schedule, and (begin, end) of its uses in seconds since recording began."""
 
     schedule: StepSchedule
@@ -64,7 +64,7 @@ class HeardStep(NamedTuple):
 
 
 # Context managers that record steps. Modules of later packages add theirs.
-step_listeners: list[Callable[[], contextlib.AbstractContextManager[list[HeardStep]]]] = []
+step_listeners: list[Callable[[], contextlib.AbstractContextManager[list[RecordedStep]]]] = []
 
 
 class Explanation(list[Explained | ExplainedStep]):
@@ -150,7 +150,7 @@ def _explained(call: running.Call, measured: Trace) -> Explained:
     )
 
 
-def _explained_step(step: HeardStep, events: Trace) -> ExplainedStep:
+def _explained_step(step: RecordedStep, events: Trace) -> ExplainedStep:
     """Returns the timelines of a step. `events` are all events of the trace."""
     schedule = step.schedule
     # A chunked weight is shown under the name of its original (`StepSchedule.original_of`).

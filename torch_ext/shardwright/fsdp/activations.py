@@ -219,7 +219,7 @@ class _ShardedActivation:
         self.signature = f"{str(part.dtype).removeprefix('torch.')}[{full.shape[0]}]"
         # The running step of `fully_shard`, if any, and the activation's number in it.
         self._step = scheduler.current_activations
-        about = scheduler.About(self.signature, part.nbytes, part.device.type, cut, full)
+        about = scheduler.ActivationInfo(self.signature, part.nbytes, part.device.type, cut, full)
         self._number = 0 if self._step is None else self._step.save(self, about)
 
     def start_gather(self) -> None:
@@ -248,7 +248,7 @@ class _ShardedActivation:
         if self._num_unpacked >= self.num_saved:
             self._num_unpacked, self._gathered = 0, None
             if step is not None:
-                step.let_go(self._number)
+                step.note_freed(self._number)
         return found
 
 

@@ -277,7 +277,7 @@ class _State:
     def _root_post_backward_final_callback(self) -> None:
         """Reduces gradients and releases weights. Pipeline stages of torch 2.11 call it."""
         if self.runner is not None:
-            self.runner.settle()
+            self.runner.abort_if_failed()
             finalize_backward(self.runner)
 
     @torch._disable_dynamo
@@ -297,7 +297,7 @@ class _State:
             f"a module under sw.fully_shard has no {name} of FSDP2's FSDPState. Use methods of sw.fsdp.ShardedModule"
         )
 
-    def take_up_conversions(self) -> None:
+    def adopt_conversions(self) -> None:
         """Adopts the dtypes and devices that parameters were converted to between steps."""
         if self.runner is not None:
             self.ready_runner()
@@ -369,11 +369,11 @@ class _State:
     def before_state_dict(self, module: nn.Module, *_: Any) -> None:
         """Puts sharded parameters back after `unshard`: a state dict has only sharded parameters."""
         if self.runner is not None:
-            self.runner.settle()
+            self.runner.abort_if_failed()
         if self.unit.host_copies is not None:
             self.unit.host_copies.make_host_wait()
         if not self.unit.is_open:
-            self.unit.put_sharded()
+            self.unit.to_sharded()
 
     @torch._disable_dynamo
     def _end_forward(self, output: Any) -> Any:
@@ -427,7 +427,7 @@ class _AtInputs(torch.autograd.Function):
 
 def _waiting(runner: Runner) -> list[str]:
     """Returns the names of weights whose gradients wait for a reduction."""
-    return [weight.name for unit in runner.units for weight in unit.weights if weight.gradients.wait]
+    return [weight.name for unit in runner.units for weight in unit.weights if weight.gradients.are_pending]
 
 
 def _drop_runner(runner: Runner) -> None:
@@ -468,7 +468,7 @@ def _make_runner(outermost: nn.Module, converts: bool) -> Runner:
     check_same(runner.units, own.of_model, runner.device)
     for state in states:
         if state.runner is not None:  # the unit was used before without the outermost module
-            state.runner.abort(drops_gradients=bool(state.runner.open or state.runner._end))
+            state.runner.abort(drops_gradients=bool(state.runner.open or state.runner._backward_callback))
         state.runner = runner
     return runner
 

@@ -46,12 +46,12 @@ def is_linear(module: nn.Module) -> bool:
     return type(module).forward in (nn.Linear.forward, linear_forward) and "forward" not in vars(module)
 
 
-OWN_PRODUCT = "_shardwright_product"  # attribute of a module: the forward that replaces `nn.Linear.forward`
+OWN_FORWARD = "_shardwright_product"  # attribute of a module: the forward that replaces `nn.Linear.forward`
 
 
 def linear_forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
     """The forward of a Linear module that is a unit: `nn.Module` looks it up before hooks change its class."""
-    forward = self.__dict__.get(OWN_PRODUCT, nn.Linear.forward)
+    forward = self.__dict__.get(OWN_FORWARD, nn.Linear.forward)
     y: torch.Tensor = forward(self, input)
     return y
 
@@ -60,7 +60,7 @@ _LEAST_CHUNKS = 8  # minimum number of chunks; with fewer ranks, each rank's sha
 _MAX_CALLS = 64  # maximum number of cached programs of a matmul, one for each number of rows
 
 
-class Product:
+class ChunkedProduct:
     """A matmul of which one operand or the result is transferred in chunks.
 
     Its program depends on the number of rows of the input, but its transfers do not. So ranks may have different
@@ -102,11 +102,11 @@ class ChunkedWeight:
         device_type = weight.memory.device.type
         self.weight = weight
         self.plan = plan  # the gather of the weight
-        self.gathered = Product(weight.mesh, device_type, functools.partial(_forward, plan))
-        self.gathered_backwards = Product(weight.mesh, device_type, functools.partial(_backward, plan))
+        self.gathered = ChunkedProduct(weight.mesh, device_type, functools.partial(_forward, plan))
+        self.gathered_backwards = ChunkedProduct(weight.mesh, device_type, functools.partial(_backward, plan))
         reduced = _reduction_of(weight)
         self.reduced = (
-            None if reduced is None else Product(weight.mesh, device_type, functools.partial(_gradient, reduced))
+            None if reduced is None else ChunkedProduct(weight.mesh, device_type, functools.partial(_gradient, reduced))
         )
         self.is_absent = False  # it is gathered in chunks during matmuls, not before the use
         self.was_read = False  # a module has read it other than by a matmul in this step
@@ -123,18 +123,18 @@ class ChunkedWeight:
         """Bytes of two chunks, which exist at a time, on the rank with the largest chunks."""
         rows, columns = self.plan.src.local_shape(self.plan.src.mesh.ranks[0])
         shares = self.gathered.num_chunks * rows // self.plan.src.shape[0] if rows else 1
-        return int(2 * -(-rows // max(shares, 1)) * columns * self.weight.whole.itemsize)
+        return int(2 * -(-rows // max(shares, 1)) * columns * self.weight.unsharded.itemsize)
 
     def begin(self) -> None:
         """Makes the module multiply by this weight in chunks from now on."""
         if "_chunks" not in vars(self.module):
             original: Any = type(self.module)
             self.module.__class__ = _in_chunks(original)
-            self.module.__dict__.update({"_chunks": self, OWN_PRODUCT: _LinearInChunks.forward})
+            self.module.__dict__.update({"_chunks": self, OWN_FORWARD: _LinearInChunks.forward})
 
     def end(self) -> None:
         """Undoes `begin`."""
-        self.module.__dict__.pop(OWN_PRODUCT, None)
+        self.module.__dict__.pop(OWN_FORWARD, None)
         if self.module.__dict__.pop("_chunks", None) is not None:
             self.module.__class__ = type(self.module).__mro__[2]
 
@@ -149,7 +149,7 @@ class ChunkedWeight:
 
     def multiplies(self, x: Any, bias: Any) -> bool:
         """Returns true if this matmul can take the weight in chunks. Equal on all ranks if their modules are equal."""
-        full = self.weight.whole
+        full = self.weight.unsharded
         operands = [x] if bias is None else [x, bias]
         fit = all(type(t) in (torch.Tensor, nn.Parameter) and t.dtype == full.dtype for t in operands)
         return fit and x.dim() > 0 and x.shape[-1] == full.shape[1] and not torch.is_autocast_enabled(x.device.type)
@@ -161,7 +161,7 @@ class ChunkedWeight:
         else:
             self.num_products += 1
         if not self.comes_in_chunks:
-            return F.linear(x, self.weight.whole, bias)
+            return F.linear(x, self.weight.unsharded, bias)
         rows = _rows(x.detach())
         inputs = [self._part(), rows] if bias is None else [self._part(), rows, bias.detach()]
         y = self.gathered(inputs, rows.shape[0], bias is not None)
@@ -180,14 +180,14 @@ class ChunkedWeight:
         if not self.reduces or self.reduced is None:
             return _rows(dy).t().mm(_rows(x))
         rows = _rows(x)
-        self.weight.gradients.add_reduced(self.reduced([_rows(dy), rows], rows.shape[0]))
+        self.weight.gradients.add_reduced_in_chunks(self.reduced([_rows(dy), rows], rows.shape[0]))
         return None
 
     def read(self) -> nn.Parameter:
         """Returns the full weight, for a read other than a matmul. If absent, gathers it until the unit is released."""
         self.was_read = True
         self.gather_full()
-        return self.weight.whole
+        return self.weight.unsharded
 
     def gather_full(self) -> None:
         """Gathers an absent weight in full, into newly allocated memory."""
@@ -202,10 +202,10 @@ class ChunkedWeight:
     def _part(self) -> torch.Tensor:
         """Returns this rank's shard in the dtype of the use."""
         self.weight.finish_refresh()
-        return self.weight._gather_source.to(self.weight.whole.dtype)
+        return self.weight._gather_source.to(self.weight.unsharded.dtype)
 
 
-class UnitInChunks:
+class ChunkedUnit:
     """The weights of a unit that may be transferred in chunks."""
 
     def __init__(self, unit: Unit) -> None:
@@ -214,13 +214,16 @@ class UnitInChunks:
         self.weights = [each for each in found if each is not None]
         self._had: set[int] = set()  # indices of weights that had a full gradient at the last call of `new_gradients`
 
-    def form(self, in_backwards: bool, reduces: bool, made: Sequence[tuple[int, int]]) -> tuple[Any, ...] | None:
+    def schedule_entry(
+        self, in_backwards: bool, reduces: bool, computed: Sequence[tuple[int, int]]
+    ) -> tuple[Any, ...] | None:
         """Returns the sizes and times that `StepSchedule` takes as a chunked weight; None if nothing may be in chunks.
 
         Args:
             in_backwards: weights may be gathered in chunks in backwards.
             reduces: each backward reduces its gradients, and none are kept from earlier backwards.
-            made: pairs of an index into `weights` and a use that computes the gradient of that weight, as far as known.
+            computed: pairs of an index into `weights` and a use that computes the gradient of that weight; none before
+                a step was recorded.
         """
         unit_options = self.unit.unit_options
         if not self.weights or unit_options.keep_gathered or unit_options.keep_between_steps or self.unit.keep_bytes:
@@ -233,24 +236,24 @@ class UnitInChunks:
             sum(each.gathered.transfer_ps for each in self.weights),
             min(each.gathered.num_chunks for each in self.weights),
             in_backwards,
-            self._reduction(made) if reduces and self.may_reduce else ([], 0, 0),
+            self._reduction(computed) if reduces and self.may_reduce else ([], 0, 0),
         )
 
-    def _reduction(self, made: Sequence[tuple[int, int]]) -> tuple[list[tuple[int, int, int]], int, int]:
+    def _reduction(self, computed: Sequence[tuple[int, int]]) -> tuple[list[tuple[int, int, int]], int, int]:
         """Returns three values: for each matmul the time of all chunks, the time of one chunk, and the use or -1 if it
         is unknown; the time to reduce the gradients that are not in chunks; the bytes of all gradients."""
         reduced = {i: e.reduced for i, e in enumerate(self.weights) if e.weight.sharded.requires_grad and e.reduced}
         ours = [self.weights[i].weight for i in reduced]
         trained = [weight for weight in self.unit.weights if weight.sharded.requires_grad]
         others = [weight for weight in trained if not any(weight is each for each in ours)]
-        uses = {i: [use for which, use in made if which == i] or [-1] for i in reduced}
+        uses = {i: [use for which, use in computed if which == i] or [-1] for i in reduced}
         products = [(p.transfer_ps, p.transfer_ps // p.num_chunks, use) for i, p in reduced.items() for use in uses[i]]
         most = max((p.result_bytes for p in reduced.values()), default=0)
         return products, reduce_cost(others).ps, most + gradient_bytes(others)
 
     def new_gradients(self) -> list[int]:
         """Returns the indices of `weights` that have got a full gradient since the last call."""
-        had, self._had = self._had, {i for i, e in enumerate(self.weights) if e.weight.whole.grad is not None}
+        had, self._had = self._had, {i for i, e in enumerate(self.weights) if e.weight.unsharded.grad is not None}
         return sorted(self._had - had)
 
     @property
@@ -258,7 +261,7 @@ class UnitInChunks:
         """True if a reduction in chunks gives the same gradients as a reduction after the backward."""
         unit_options = self.unit.unit_options
         is_usual = unit_options.reduces and unit_options.reduces_over_replicas and unit_options.divides_by is None
-        return is_usual and not any(weight.gradients.wait for weight in self.unit.weights)
+        return is_usual and not any(weight.gradients.are_pending for weight in self.unit.weights)
 
     def begin(self) -> None:
         """Makes the Linear modules multiply in chunks from now on."""
@@ -348,7 +351,7 @@ def _chunked(weight: Weight) -> ChunkedWeight | None:
     module, name = weight.owners[0]
     if len(weight.owners) > 1 or name != "weight" or not is_linear(module):
         return None
-    is_plain = not isinstance(weight.whole, DTensor) and not weight.is_held and weight.kept is None
+    is_plain = not isinstance(weight.unsharded, DTensor) and not weight.is_held and weight.kept is None
     if not is_plain or weight.extension is not None or weight.gather.buffers(weight.use):
         return None
     if weight._gather_source.device != weight.memory.device or set(weight.shards.placements) - {"R", "S(0)"}:
@@ -378,7 +381,7 @@ class _LinearInChunks(nn.Linear):
         chunks = self._chunks
         if not chunks.multiplies(input, self.bias):
             return F.linear(input, self.weight, self.bias)
-        y: torch.Tensor = _Multiply.apply(input, chunks.weight.whole, self.bias, chunks)  # type: ignore[no-untyped-call]
+        y: torch.Tensor = _Multiply.apply(input, chunks.weight.unsharded, self.bias, chunks)  # type: ignore[no-untyped-call]
         return y
 
     @property

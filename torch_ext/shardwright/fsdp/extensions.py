@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,13 +23,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from .._native import _planner, _runtime
+from .._native import _runtime
 from ..layouts.layout import Layout
 from ..runtime.agreement import MeshWords, Statement
+from .gather import Move
 from .layouts import Layouts
-
-# A function of (source layout, target layout, tensor, output) that starts a move. It returns a Work, or None if done.
-Move = Callable[[_planner.Layout, _planner.Layout, torch.Tensor, torch.Tensor], "dist.Work | None"]
 
 
 def has_extension(local: torch.Tensor) -> bool:
@@ -125,7 +123,7 @@ class Extension:
         self._part: torch.Tensor | None = None  # the shard, while it is gathered
         self._sent: list[torch.Tensor] = []  # the tensors that this rank sends in the running gather
         self._metadata: Any = None  # result of fsdp_pre_all_gather, for fsdp_post_all_gather
-        self._works: list[dist.Work | None] = []  # by output: its move in progress; None if done
+        self._works: list[Any] = []  # by output: its move in progress; None if done
         self._is_made = False  # the first gather has made the full weight
         self.when_read = ""  # the text of the error that a read of released memory raises
 
@@ -155,9 +153,9 @@ class Extension:
         for sent, output in zip(self._sent, self._outputs, strict=True):
             # The plan moves bytes, so any dtype can be gathered.
             size = sent.numel() * sent.itemsize
-            whole: list[Placement] = [Replicate()] * self._layouts.mesh.ndim
-            parts = [Shard(0) if dim == at and count > 1 else each for dim, each in enumerate(whole)]
-            src, dst = (Layout(self._layouts.use.mesh, [size * count], p, torch.uint8) for p in (parts, whole))
+            replicated: list[Placement] = [Replicate()] * self._layouts.mesh.ndim
+            parts = [Shard(0) if dim == at and count > 1 else each for dim, each in enumerate(replicated)]
+            src, dst = (Layout(self._layouts.use.mesh, [size * count], p, torch.uint8) for p in (parts, replicated))
             self._works.append(self._move(src, dst, sent.view(-1).view(torch.uint8), output.data.view(torch.uint8)))
 
     def _own_buffers(self) -> list[tuple[torch.Tensor, int]]:

@@ -30,7 +30,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..runtime import counters
-from .chunks import OWN_PRODUCT, is_linear
+from .chunks import OWN_FORWARD, is_linear
 from .formats import ROW_MULTIPLE, SCALES_TOGETHER, Dtypes, Float8, InBlocks, RowwiseFloat8
 from .layouts import Layouts
 from .weights import Weight
@@ -47,7 +47,7 @@ class Float8Product:
         # A matmul reads bytes beyond the last row. They only affect result columns that are dropped.
         self.padding_bytes = ROW_MULTIPLE * max(columns + -columns % ROW_MULTIPLE, torch.float32.itemsize)
 
-    def land(self, weight: Weight) -> None:
+    def prepare(self, weight: Weight) -> None:
         """Prepares received messages for matmuls."""
 
     def begin(self, weight: Weight) -> None:
@@ -56,48 +56,48 @@ class Float8Product:
         if _WEIGHT not in vars(module):
             original: Any = type(module)
             module.__class__ = _in_float8(original)
-            module.__dict__.update({_WEIGHT: weight, OWN_PRODUCT: _LinearInFloat8.forward})
+            module.__dict__.update({_WEIGHT: weight, OWN_FORWARD: _LinearInFloat8.forward})
 
     def end(self, weight: Weight) -> None:
         """Undoes `begin`: gives the modules their own classes back."""
         for module, _ in weight.owners:
-            module.__dict__.pop(OWN_PRODUCT, None)
+            module.__dict__.pop(OWN_FORWARD, None)
             if module.__dict__.pop(_WEIGHT, None) is not None:
                 module.__class__ = type(module).__mro__[2]  # after the subclass and _LinearInFloat8
 
     def multiply(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
         """Returns x @ weight.T. Quantizes `x`, of any dtype, like the weight: with one scale, or one for each row."""
-        codes, scales = self._arrived(weight)
+        codes, scales = self._codes_and_scales(weight)
         weight_format = weight.gather.format
-        scale = weight_format.scale_of(weight_format.largest(x))
+        scale = weight_format.scale_of(weight_format.amax(x))
         code = weight_format.encode(x, scale)[0].view(torch.float8_e4m3fn)
         out = torch.bfloat16 if self.is_rowwise and x.device.type != "cpu" else x.dtype
         y = torch._scaled_mm(code, codes.t(), scale.unsqueeze(-1) if self.is_rowwise else scale, scales, out_dtype=out)
-        return y[:, : weight.whole.size(0)].to(x.dtype)
+        return y[:, : weight.unsharded.size(0)].to(x.dtype)
 
     def input_gradient(self, dy: torch.Tensor, weight: Weight) -> torch.Tensor:
         """Returns dy @ weight, in the dtype of `dy`. Decodes some rows of the weight at a time."""
-        dx = dy.new_zeros(dy.size(0), weight.whole.size(1), dtype=torch.float32)
+        dx = dy.new_zeros(dy.size(0), weight.unsharded.size(1), dtype=torch.float32)
         for some in self.rows_at_a_time(weight):
             dx += dy[:, some] @ self.decoded(weight, some).to(dy.dtype)
         return dx.to(dy.dtype)
 
     def rows_at_a_time(self, weight: Weight, multiple: int = 1) -> Iterator[slice]:
         """Returns slices of the rows to decode at a time; they begin at multiples of `multiple`."""
-        num_rows, length = weight.whole.shape
+        num_rows, length = weight.unsharded.shape
         step = max(1, _ELEMENTS_AT_A_TIME // max(1, length) // multiple) * multiple
         return (slice(begin, min(begin + step, num_rows)) for begin in range(0, num_rows, step))
 
     def decoded(self, weight: Weight, some: slice) -> torch.Tensor:
         """Returns some rows of the weight, decoded to float32."""
-        codes, scales = self._arrived(weight)
+        codes, scales = self._codes_and_scales(weight)
         factor = scales.view(-1, 1)[some] if self.is_rowwise else scales
-        return codes[some, : weight.whole.size(1)].float() * factor
+        return codes[some, : weight.unsharded.size(1)].float() * factor
 
-    def _arrived(self, weight: Weight) -> tuple[torch.Tensor, torch.Tensor]:
+    def _codes_and_scales(self, weight: Weight) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns views of the received codes and scales, including the padding after the last row."""
-        assert weight.gather.arrived is not None
-        (_, *scales), scale = weight.gather.arrived
+        assert weight.gather.undecoded is not None
+        (_, *scales), scale = weight.gather.undecoded
         codes = self._codes(weight).view(torch.float8_e4m3fn)
         if not self.is_rowwise:
             assert scale is not None
@@ -106,8 +106,8 @@ class Float8Product:
 
     def _codes(self, weight: Weight) -> torch.Tensor:
         """Returns a view of the received codes, as bytes, including the padding after the last row."""
-        assert weight.gather.arrived is not None
-        code = weight.gather.arrived[0][0]
+        assert weight.gather.undecoded is not None
+        code = weight.gather.undecoded[0][0]
         num_rows = code.size(0) + -code.size(0) % ROW_MULTIPLE
         return code.as_strided((num_rows, code.size(1)), code.stride())
 
@@ -136,24 +136,24 @@ class BlockProduct(Float8Product):
         # `Weight.scales`: the scales in the order that cuBLAS reads.
         self.scales_bytes = _TILE * self._tiles[0] * scales_in_row
 
-    def land(self, weight: Weight) -> None:
+    def prepare(self, weight: Weight) -> None:
         """Copies the received scales to `Weight.scales`, in the order that cuBLAS reads."""
-        if weight.gather.arrived is not None:
-            scales = weight.gather.arrived[0][1]
+        if weight.gather.undecoded is not None:
+            scales = weight.gather.undecoded[0][1]
             rows = scales.as_strided((self._tiles[0] * _TILE, scales.size(1)), scales.stride())
             self._scales_of(weight).copy_(in_tiles(rows))
 
     def multiply(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
-        form, num_rows = weight.gather.format, weight.whole.size(0)
-        assert isinstance(form, InBlocks) and weight.gather.arrived is not None
+        form, num_rows = weight.gather.format, weight.unsharded.size(0)
+        assert isinstance(form, InBlocks) and weight.gather.undecoded is not None
         reason = _why_no_blocks(x.device.type, form)
         if reason is None and x.size(0) > 0:
-            scale = form.scale_of(form.largest(x)) if form.needs_largest else None
+            scale = form.scale_of(form.amax(x)) if form.needs_amax else None
             code, rows = form.encode(x, scale)
             y = _scaled_mm(form, (code, _tiled(rows)), (self._codes(weight), self._scales_of(weight)), x.dtype)[
                 :, :num_rows
             ]
-            its = weight.gather.arrived[1]
+            its = weight.gather.undecoded[1]
             return (y if scale is None or its is None else y.float() * (scale * its)).to(x.dtype)
         if reason is not None:
             counters.count_product_fallback(f"{form.name} weights as received on {x.device.type}: {reason}")
@@ -166,11 +166,11 @@ class BlockProduct(Float8Product):
         return super().rows_at_a_time(weight, multiple)
 
     def decoded(self, weight: Weight, some: slice) -> torch.Tensor:
-        assert weight.gather.arrived is not None
+        assert weight.gather.undecoded is not None
         tiles = self._scales_of(weight)[some.start // _TILE : -(-some.stop // _TILE)]
         scales = tiles.permute(0, 3, 2, 1, 4).reshape(-1, SCALES_TOGETHER * self._tiles[1])[: some.stop - some.start]
-        out = torch.empty(scales.size(0), weight.whole.size(1), device=scales.device)
-        weight.gather.format.decode([self._codes(weight)[some], scales], weight.gather.arrived[1], out)
+        out = torch.empty(scales.size(0), weight.unsharded.size(1), device=scales.device)
+        weight.gather.format.decode([self._codes(weight)[some], scales], weight.gather.undecoded[1], out)
         return out
 
     def _scales_of(self, weight: Weight) -> torch.Tensor:
@@ -233,7 +233,7 @@ class _LinearInFloat8(nn.Linear):
     @torch._disable_dynamo
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         weight = vars(self)[_WEIGHT]
-        y: torch.Tensor = _Multiply.apply(input, weight.whole, weight)  # type: ignore[no-untyped-call]
+        y: torch.Tensor = _Multiply.apply(input, weight.unsharded, weight)  # type: ignore[no-untyped-call]
         return y if self.bias is None else y + self.bias
 
     @property

@@ -1,7 +1,7 @@
 """Formats of weights in messages: a dtype, or a few bits with scales.
 
 Quantizing before a gather gives the same bits as quantizing after it, because all ranks use the same scales. The scale
-of a tensor or row is computed from all of its shards (`largest`); a block is never divided between shards.
+of a tensor or row is computed from all of its shards (`amax`); a block is never divided between shards.
 
     codes               quantized elements, sent as bytes; element = code * scale
     block               consecutive elements along the last dim of a weight that share a scale
@@ -26,7 +26,7 @@ from ..layouts.layout import Layout
 
 _DECODED_AT_A_TIME = 1 << 20  # elements decoded at a time; bounds temporary memory
 
-LARGEST_FLOAT8 = 448.0  # largest number in float8_e4m3fn
+FLOAT8_MAX = 448.0  # largest number in float8_e4m3fn
 ROW_MULTIPLE = 16  # `torch._scaled_mm` requires rows of a multiple of 16 bytes
 _MX_BLOCK = 32  # elements of MXFP8 that share a scale
 SCALES_TOGETHER = 4  # number of blocks of a row whose scales cuBLAS reads together
@@ -63,7 +63,7 @@ def check_blocks(wire: str, name: str, shards: _planner.Layout, block: int) -> N
 class Format:
     """The format of a weight in messages: the weight in a dtype. Subclasses quantize."""
 
-    needs_largest = False  # `encode` and `decode` take a `scale`, which `scale_of` computes from `largest`
+    needs_amax = False  # `encode` and `decode` take a `scale`, which `scale_of` computes from `amax`
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -75,17 +75,17 @@ class Format:
         """Returns the layouts of the tensors that are sent for a weight with this layout."""
         return [with_dtype(layout, self.dtype)]
 
-    def largest(self, part: torch.Tensor) -> torch.Tensor:
+    def amax(self, part: torch.Tensor) -> torch.Tensor:
         """Returns the largest magnitudes in a shard. `scale_of` takes their maximum over all shards."""
         raise NotImplementedError
 
-    def largest_layout(self, shards: _planner.Layout) -> Layout | None:
-        """Returns the layout of `largest`; None if it is one number, which is reduced together with other weights'."""
+    def amax_layout(self, shards: _planner.Layout) -> Layout | None:
+        """Returns the layout of `amax`; None if it is one number, which is reduced together with other weights'."""
         return None
 
-    def scale_of(self, largest: torch.Tensor) -> torch.Tensor:
+    def scale_of(self, amax: torch.Tensor) -> torch.Tensor:
         """Returns the scale with which the largest magnitude gets the largest code."""
-        return torch.where(largest > 0, largest / LARGEST_FLOAT8, torch.ones_like(largest))
+        return torch.where(amax > 0, amax / FLOAT8_MAX, torch.ones_like(amax))
 
     def encode(self, part: torch.Tensor, scale: torch.Tensor | None) -> list[torch.Tensor]:
         """Returns the messages of a shard, one for each of `layouts`."""
@@ -99,12 +99,12 @@ class Format:
 class ScaledCodes(Format):
     """Codes of a few bits, sent as bytes, with one float32 scale, which all ranks have before the gather."""
 
-    needs_largest = True
+    needs_amax = True
 
     def __init__(self) -> None:
         super().__init__(torch.uint8)  # process groups do not support float8 and float4
 
-    def largest(self, part: torch.Tensor) -> torch.Tensor:
+    def amax(self, part: torch.Tensor) -> torch.Tensor:
         return part.abs().max().float() if part.numel() else part.new_zeros((), dtype=torch.float32)
 
 
@@ -138,10 +138,10 @@ class Float8(ScaledCodes):
 class RowwiseFloat8(Float8):
     """float8_e4m3fn with a float32 scale for each row (all elements along the last dim)."""
 
-    def largest(self, part: torch.Tensor) -> torch.Tensor:
+    def amax(self, part: torch.Tensor) -> torch.Tensor:
         return part.abs().amax(-1).float() if part.size(-1) else part.new_zeros(part.shape[:-1], dtype=torch.float32)
 
-    def largest_layout(self, shards: _planner.Layout) -> Layout:
+    def amax_layout(self, shards: _planner.Layout) -> Layout:
         return _without_last_dim(shards, "P(max)")
 
     def layouts(self, layout: _planner.Layout) -> list[Layout]:
@@ -196,11 +196,11 @@ class Mxfp8(InBlocks):
         padded = torch.nn.functional.pad(part.float(), (0, count * _MX_BLOCK - length)).unflatten(
             -1, (count, _MX_BLOCK)
         )
-        largest = padded.abs().amax(-1)
+        amax = padded.abs().amax(-1)
         # The largest code is 448 = 1.75 * 2**8. frexp's mantissas start at 0.5, so its exponents are larger by one.
-        exponent = (torch.frexp(largest).exponent - 9).clamp(-_EXPONENT_BIAS, _EXPONENT_BIAS)
+        exponent = (torch.frexp(amax).exponent - 9).clamp(-_EXPONENT_BIAS, _EXPONENT_BIAS)
         scaled = _to_float8(torch.ldexp(padded, -exponent.unsqueeze(-1)).flatten(-2))
-        code = torch.where(largest.isfinite(), exponent + _EXPONENT_BIAS, 255).to(torch.uint8)  # 255 is NaN
+        code = torch.where(amax.isfinite(), exponent + _EXPONENT_BIAS, 255).to(torch.uint8)  # 255 is NaN
         if self.pads:
             return [scaled, torch.nn.functional.pad(code, (0, -count % SCALES_TOGETHER))]
         return [scaled[..., :length], code]
@@ -211,7 +211,7 @@ class Mxfp8(InBlocks):
 
 def _to_float8(scaled: torch.Tensor) -> torch.Tensor:
     """Returns float8_e4m3fn codes as bytes. Larger magnitudes become the largest code."""
-    return scaled.clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8).to(torch.float8_e4m3fn).view(torch.uint8)
+    return scaled.clamp(-FLOAT8_MAX, FLOAT8_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
 
 
 def _decode(code: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
@@ -250,7 +250,7 @@ FORMATS: dict[str, Callable[[], Format]] = {"float8": Float8, "float8_rowwise": 
 # torchao is optional: it is imported for `message_format="nvfp4"`, and tried once on each device type.
 
 _NV_BLOCK = 16  # elements that share a scale
-_LARGEST = 448.0 * 6.0  # largest float8_e4m3fn (block scales) times largest float4_e2m1fn (codes)
+_NVFP4_MAX = 448.0 * 6.0  # largest float8_e4m3fn (block scales) times largest float4_e2m1fn (codes)
 _ROWS_AT_A_TIME = 1 << 16  # blocks decoded at a time; bounds temporary memory
 
 
@@ -283,8 +283,8 @@ class Nvfp4(ScaledCodes, InBlocks):
         unit = self._together * _NV_BLOCK
         return [in_blocks(layout, unit, unit // 2), in_blocks(layout, unit, self._together)]
 
-    def scale_of(self, largest: torch.Tensor) -> torch.Tensor:
-        return torch.where(largest > 0, largest / _LARGEST, torch.ones_like(largest))
+    def scale_of(self, amax: torch.Tensor) -> torch.Tensor:
+        return torch.where(amax > 0, amax / _NVFP4_MAX, torch.ones_like(amax))
 
     def encode(self, part: torch.Tensor, scale: torch.Tensor | None) -> list[torch.Tensor]:
         length = part.size(-1)

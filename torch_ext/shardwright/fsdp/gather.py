@@ -1,8 +1,8 @@
 """Gathers weights from their shards, in the format of their messages (formats.py).
 
-Some formats need a scale, computed from the largest magnitudes of the entire weight. To *measure* a weight is to take
-the maximum over ranks of these magnitudes and to set the scale. A *source* is a value that changes with each write to
-the parameter (Weight.source).
+Some formats need a scale, which is computed from the *amax* of the weight: the largest magnitude of all its elements,
+or of each row. `set_scales` reduces the amax over ranks and sets the scale. A *source* is a value that changes with
+each write to the parameter (`Weight.source`), so a scale is valid for one source.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Move: TypeAlias = Callable[[_planner.Layout, _planner.Layout, torch.Tensor, torc
 class _PendingGather(NamedTuple):
     """A gather in progress. It keeps the sent tensors alive until it ends."""
 
-    in_place: bool  # received into the weight's memory, so nothing is to be decoded
+    in_place: bool  # the weight is received in its own memory, and not decoded
     scale: torch.Tensor | None  # scale that `sent` was encoded with
     sent: list[torch.Tensor]
     received: list[torch.Tensor]
@@ -33,7 +33,7 @@ class _PendingGather(NamedTuple):
 
 
 class WeightGather:
-    """The gathers of one weight.
+    """The gathers of one weight. `start` and `finish` make a gather.
 
     If the message format is the dtype of the use, the weight is gathered into its own memory. Otherwise messages are
     received in buffers, and decoded into the weight's memory.
@@ -46,17 +46,17 @@ class WeightGather:
         self.shards = shards
         self.move = move
         self._device = device
-        self.scale: torch.Tensor | None = None  # set by `measure`; None if the format has no scale
+        self.scale: torch.Tensor | None = None  # from `set_scales`; None if the format has no scale
         self._is_direct = type(format) is Format and format.dtype == use_dtype
-        self._measured_at: object = None  # source for which `scale` was set
+        self._scale_source: object = None  # source for which `scale` was set
         self._pending: _PendingGather | None = None  # the gather in progress
-        # The received messages of the last gather, and the scale, if a matmul uses them without decoding.
-        self.arrived: tuple[list[torch.Tensor], torch.Tensor | None] | None = None
+        # The received messages of the last gather, and their scale, if a matmul uses them without decoding.
+        self.undecoded: tuple[list[torch.Tensor], torch.Tensor | None] | None = None
         self._layouts: dict[int, tuple[_planner.Layout, list[Layout]]] = {}  # `format.layouts`, by id of a layout
         self._rank = dist.get_rank()
 
     def buffers(self, use: _planner.Layout) -> list[Layout]:
-        """Returns the layouts of the buffers that a gather needs besides the weight's own memory."""
+        """Returns the layouts of the receive buffers that a gather needs besides the weight's own memory."""
         return [] if self._is_direct else self._layouts_of(use)
 
     def _layouts_of(self, layout: _planner.Layout) -> list[Layout]:
@@ -66,18 +66,18 @@ class WeightGather:
             found = self._layouts[id(layout)] = (layout, self.format.layouts(layout))
         return found[1]
 
-    def needs_measure(self, source: object) -> bool:
+    def needs_scale(self, source: object) -> bool:
         """Returns true if the scale must be computed again, because it was set for another `source` (by ``==``)."""
-        return self.format.needs_largest and self._measured_at != source
+        return self.format.needs_amax and self._scale_source != source
 
-    def largest(self, part: torch.Tensor) -> torch.Tensor:
-        """Returns the largest magnitudes of a shard, on the device. The shard may be on the host."""
-        return self.format.largest(part).to(self._device)
+    def amax(self, part: torch.Tensor) -> torch.Tensor:
+        """Returns the amax of a shard, on the device. The shard may be on the host."""
+        return self.format.amax(part).to(self._device)
 
-    def set_scale(self, largest: torch.Tensor, source: object) -> None:
-        """Sets the scale from the maximum over ranks of `largest`."""
-        self.scale = self.format.scale_of(largest)
-        self._measured_at = source
+    def set_scale(self, amax: torch.Tensor, source: object) -> None:
+        """Sets the scale from the maximum over ranks of `amax`."""
+        self.scale = self.format.scale_of(amax)
+        self._scale_source = source
 
     def pairs(self, use: _planner.Layout) -> list[Pair]:
         """Returns the layouts of the moves of a gather."""
@@ -107,7 +107,7 @@ class WeightGather:
         self._pending = _PendingGather(True, None, [part], [full], [move(*pair, part, full)])
 
     def _as(self, layout: _planner.Layout, buffer: torch.Tensor) -> torch.Tensor:
-        """Returns the beginning of a buffer of bytes as this rank's tensor of a layout."""
+        """Returns the beginning of a buffer (bytes) as this rank's tensor of a layout."""
         shape = torch.Size(layout.local_shape(self._rank))
         dtype: torch.dtype = getattr(torch, layout.dtype)
         return buffer[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
@@ -121,57 +121,50 @@ class WeightGather:
             if work is not None:
                 work.wait()
         if full is None:
-            self.arrived = pending.received, pending.scale
+            self.undecoded = pending.received, pending.scale
         elif not pending.in_place:
             self.format.decode(pending.received, pending.scale, full)
 
 
-class Measured(NamedTuple):
-    """A weight whose scale is to be set."""
+class ScaleRequest(NamedTuple):
+    """A weight whose scale is to be set by `set_scales`."""
 
     gather: WeightGather
     part: torch.Tensor  # this rank's shard
     source: object
 
 
-def measure(measured: Iterable[Measured]) -> None:
-    """Sets the scales of weights whose format needs them. Weights with a single scale share a collective for each mesh.
+def set_scales(requests: Iterable[ScaleRequest]) -> None:
+    """Sets the scales of weights whose format needs them, from their amax over all ranks.
 
-    Collective among the ranks of the weights' meshes.
+    Collective among the ranks of the weights' meshes. Weights with a single scale share a collective for each mesh.
     """
-    single: list[list[Measured]] = []  # by mesh
-    for item in measured:
-        if not item.gather.format.needs_largest:
+    single: dict[_planner.Mesh, list[ScaleRequest]] = {}  # weights with a single scale
+    for item in requests:
+        if not item.gather.format.needs_amax:
             continue
-        layout = item.gather.format.largest_layout(item.gather.shards)
-        if layout is not None:
-            largest = _reduced(item.gather.move, layout, item.gather.largest(item.part))
-            item.gather.set_scale(largest, item.source)
-            continue
-        for others in single:
-            if others[0].gather.shards.mesh == item.gather.shards.mesh:
-                others.append(item)
-                break
+        layout = item.gather.format.amax_layout(item.gather.shards)
+        if layout is None:
+            single.setdefault(item.gather.shards.mesh, []).append(item)
         else:
-            single.append([item])
-    for items in single:
-        shard_layouts = [item.gather.shards for item in items]
-        cuts = {dim for shards in shard_layouts for dim, text in enumerate(shards.placements) if text != "R"}
-        placements = ["P(max)" if dim in cuts else "R" for dim in range(shard_layouts[0].mesh.ndim)]
-        layout = Layout(shard_layouts[0].mesh, [len(items)], placements, torch.float32)
-        each = torch.stack([item.gather.largest(item.part) for item in items])
-        for item, largest in zip(items, _reduced(items[0].gather.move, layout, each).unbind()):
-            item.gather.set_scale(largest, item.source)
+            item.gather.set_scale(_reduced(item.gather.move, layout, item.gather.amax(item.part)), item.source)
+    for mesh, items in single.items():
+        sharded = {dim for item in items for dim, text in enumerate(item.gather.shards.placements) if text != "R"}
+        placements = ["P(max)" if dim in sharded else "R" for dim in range(mesh.ndim)]
+        layout = Layout(mesh, [len(items)], placements, torch.float32)
+        each = torch.stack([item.gather.amax(item.part) for item in items])
+        for item, amax in zip(items, _reduced(items[0].gather.move, layout, each).unbind()):
+            item.gather.set_scale(amax, item.source)
 
 
-def _reduced(move: Move, layout: Layout, largest: torch.Tensor) -> torch.Tensor:
+def _reduced(move: Move, layout: Layout, amax: torch.Tensor) -> torch.Tensor:
     """Returns the maximum over the mesh dims on which `layout` is pending (P(max))."""
     placements = ["R" if text == "P(max)" else text for text in layout.placements]
     if list(layout.placements) == placements:
-        return largest
+        return amax
     reduced = Layout(layout.mesh, layout.shape, placements, torch.float32, layout.shard_order, "literal")
-    out = torch.empty_like(largest)
-    work = move(layout, reduced, largest, out)
+    out = torch.empty_like(amax)
+    work = move(layout, reduced, amax, out)
     if work is not None:
         work.wait()
     return out

@@ -1,9 +1,9 @@
 """Gradients of a weight: taken from autograd, reduced, and added to the sharded parameter's gradient.
 
-    full gradient    the gradient that a backward computes on this rank (layout `grad` of layouts.py)
-    part             this rank's shard of the reduced gradient (layout `store`)
-    replicas         the ranks of the mesh dims over which `store` is replicated
-A gradient *waits* if it is kept here until a later backward reduces it.
+full gradient         the gradient that a backward computes on this rank (layout `grad` of layouts.py)
+accumulated gradient  the sum of full gradients of backwards that do not reduce; a later backward reduces it
+part                  this rank's shard of the reduced gradient (layout `store`)
+replicas              the ranks of the mesh dims over which `store` is replicated
 """
 
 from __future__ import annotations
@@ -31,45 +31,47 @@ from .packing import Promise
 
 @dataclasses.dataclass
 class PendingReduction:
-    """A reduction in progress. It keeps the sent tensor alive until it ends."""
+    """A reduction of one weight's gradient in progress. It keeps the sent tensor alive until it ends."""
 
     sent: torch.Tensor | None  # the gradient in the dtype of messages; None if it was copied to a shared message
     received: torch.Tensor  # written until `work` ends
     work: dist.Work | Promise | None  # None: already done
-    finish: Callable[[torch.Tensor], torch.Tensor | None]  # returns the part, from `received`; None: the part waits
+    # Returns the part, from `received`; None if the part is kept until a later reduction over replicas.
+    finish: Callable[[torch.Tensor], torch.Tensor | None]
 
 
 class _ReductionLayouts(NamedTuple):
-    """The layouts of a reduction, for gradients of one layout. Except `src` and `dst`, they have the sum's dtype."""
+    """The layouts of a reduction, for gradients of one layout. Except `src` and `dst`, they have the sum's dtype.
+
+    If messages have another dtype than the sum, the reduce-scatter becomes an all-to-all: it moves the contributions
+    from layout `src` to layout `dst`, and each rank sums those to its shard. These layouts have a leading tensor dim
+    for each mesh dim in `stacked_dims`, along which the contributions are stacked.
+    """
 
     partial: _planner.Layout  # the full gradient before the reduction
     between: _planner.Layout  # the sharded gradient, with the sum over replicas still pending
-    # If messages have another dtype than the sum, ranks exchange contributions, and each rank adds up its shard.
-    # `apart`: mesh dims to add up over; `src`, `dst`: layouts with a leading tensor dim for each dim of `apart`.
-    apart: Sequence[int] = ()
+    stacked_dims: Sequence[int] = ()
     src: _planner.Layout | None = None
     dst: _planner.Layout | None = None
 
 
 class Gradients:
-    """The gradients of one weight that are being reduced or wait for a reduction.
+    """The gradients of one weight that autograd has computed and no reduction has completed.
 
-    Two kinds wait for later backwards: full gradients that are not reduced yet and, if weights are also replicated,
-    shards that are not reduced over the replicas yet.
+    As in FSDP2, two kinds are kept for later backwards: the accumulated gradient, and a shard that is not reduced over
+    the replicas yet.
     """
 
     def __init__(self, dtypes: Dtypes, shards: _planner.Layout, move: Move) -> None:
         self.dtypes = dtypes
-        self._full: tuple[torch.Tensor, _planner.Layout] | None = None  # full gradient that waits
-        self._part: tuple[torch.Tensor, _planner.Layout] | None = None  # shard that waits for a sum over replicas
-        self._reduced: torch.Tensor | None = None  # part that was reduced in chunks in this backward
+        self._accumulated: tuple[torch.Tensor, _planner.Layout] | None = None  # the accumulated gradient
+        # A shard that is not reduced over the replicas yet.
+        self._partial_reduced: tuple[torch.Tensor, _planner.Layout] | None = None
+        self._reduced_in_chunks: torch.Tensor | None = None  # part that was reduced in chunks in this backward
         self._shards, self._move = with_dtype(shards, dtypes.reduce), move
+        # By layout of the full gradient, and whether gradients are averaged.
         self._reduction_layouts: dict[tuple[_planner.Layout, bool], _ReductionLayouts] = {}
-        self._latest: tuple[Any, bool, Any] = (
-            None,
-            True,
-            None,
-        )  # latest entry of `_reduction_layouts`: layout, averages, _ReductionLayouts
+        self._latest: tuple[Any, bool, Any] = (None, True, None)  # latest entry of `_reduction_layouts`: key and value
         self._rank = dist.get_rank()
 
     @property
@@ -79,14 +81,14 @@ class Gradients:
         return use.itemsize + (sent.itemsize if use != sent else 0)
 
     @property
-    def are_kept(self) -> bool:
-        """True if a full gradient waits for a reduction."""
-        return self._full is not None
+    def has_accumulated(self) -> bool:
+        """True if there is an accumulated gradient."""
+        return self._accumulated is not None
 
     @property
-    def wait(self) -> bool:
-        """True if full gradients or shards wait for a later backward."""
-        return self._full is not None or self._part is not None
+    def are_pending(self) -> bool:
+        """True if a gradient or shard is kept for a later backward."""
+        return self._accumulated is not None or self._partial_reduced is not None
 
     @property
     def latest_layout(self) -> _planner.Layout | None:
@@ -94,30 +96,30 @@ class Gradients:
         layout: _planner.Layout | None = self._latest[0]
         return layout
 
-    def keep(self, gradient: torch.Tensor, layout: _planner.Layout) -> None:
-        """Adds a full gradient to the gradients that wait for a reduction."""
-        if self._full is None:
-            self._full = gradient.to(self.dtypes.reduce), layout
-        elif self._full[1] != layout:
+    def accumulate(self, gradient: torch.Tensor, layout: _planner.Layout) -> None:
+        """Adds a full gradient to the accumulated one."""
+        if self._accumulated is None:
+            self._accumulated = gradient.to(self.dtypes.reduce), layout
+        elif self._accumulated[1] != layout:
             raise RuntimeError(
                 "gradients of a weight must have the same placements in all backwards without gradient sync, got "
-                f"{layout.placements} after {self._full[1].placements}"
+                f"{layout.placements} after {self._accumulated[1].placements}"
             )
         else:
-            self._full[0].add_(gradient)
+            self._accumulated[0].add_(gradient)
 
-    def add_reduced(self, part: torch.Tensor) -> None:
-        """Adds a shard that a matmul of the running backward has reduced in chunks. `take_reduced` returns the sum."""
-        self._reduced = part if self._reduced is None else self._reduced.add_(part)
+    def add_reduced_in_chunks(self, part: torch.Tensor) -> None:
+        """Adds a shard that a matmul of the running backward has reduced in chunks, to those since the last take."""
+        self._reduced_in_chunks = part if self._reduced_in_chunks is None else self._reduced_in_chunks.add_(part)
 
-    def take_reduced(self) -> list[PendingReduction]:
-        """Takes the sum from `add_reduced`, as a finished reduction. Returns an empty list if there is none."""
-        reduced, self._reduced = self._reduced, None
+    def take_reduced_in_chunks(self) -> list[PendingReduction]:
+        """Takes the sum of the shards that were reduced in chunks, as a finished reduction. Empty if there are none."""
+        reduced, self._reduced_in_chunks = self._reduced_in_chunks, None
         return [] if reduced is None else [PendingReduction(reduced, reduced, None, lambda part: part)]
 
     def drop(self) -> None:
-        """Discards all gradients that wait."""
-        self._full = self._part = self._reduced = None
+        """Discards all gradients that are kept."""
+        self._accumulated = self._partial_reduced = self._reduced_in_chunks = None
 
     def start(
         self,
@@ -126,26 +128,28 @@ class Gradients:
         divide_by: float | None,
         move: Move,
     ) -> PendingReduction | None:
-        """Starts to reduce the sum of the waiting gradients and this one. Returns None if there are none.
+        """Starts to reduce the sum of the accumulated gradient and this one. Returns None if there is neither.
 
         Args:
             gradient: the full gradient of this backward and its layout, or None.
-            over_replicas: False keeps the reduced shard here until a later reduction over replicas.
+            over_replicas: False keeps the reduced shard until a later reduction over replicas.
             divide_by: the divisor of the sum; None: average.
             move: starts the move of the gradient.
         """
-        if self._full is not None:
+        if self._accumulated is not None:
             if gradient is not None:
-                self.keep(*gradient)
-            gradient, self._full = self._full, None
+                self.accumulate(*gradient)
+            gradient, self._accumulated = self._accumulated, None
         if gradient is None:
             return None
         full, layout = gradient
         layouts = self._layouts_for(layout, divide_by is None)
-        target = self._shards if over_replicas and self._part is None and layouts.src is None else layouts.between
+        target = (
+            self._shards if over_replicas and self._partial_reduced is None and layouts.src is None else layouts.between
+        )
         sent = full.to(self.dtypes.gradients)
         if layouts.src is not None and layouts.dst is not None:
-            sent = sent[(None,) * len(layouts.apart)]
+            sent = sent[(None,) * len(layouts.stacked_dims)]
             received = sent.new_empty(layouts.dst.local_shape(self._rank))
             work = move(layouts.src, layouts.dst, sent, received)
         else:
@@ -153,7 +157,7 @@ class Gradients:
             work = move(layouts.partial, target, sent, received)
 
         def finish(received: torch.Tensor) -> torch.Tensor | None:
-            part = received if layouts.src is None else self._added_up(received, layouts)
+            part = received if layouts.src is None else self._sum_contributions(received, layouts)
             return self._finish(part, target, over_replicas, divide_by)
 
         return PendingReduction(sent, received, work, finish)
@@ -175,32 +179,32 @@ class Gradients:
             layouts = _ReductionLayouts(partial, between)
             if self.dtypes.gradients != self.dtypes.reduce:
                 pairs = list(zip(partial.placements, between.placements))
-                apart = [dim for dim, (p, q) in enumerate(pairs) if p.startswith("P(") and p != q]
-                src, dst = (_side_by_side(each, apart, self.dtypes.gradients) for each in (partial, between))
-                layouts = _ReductionLayouts(partial, between, apart, src, dst)
+                stacked_dims = [dim for dim, (p, q) in enumerate(pairs) if p.startswith("P(") and p != q]
+                src, dst = (_stacked_layout(each, stacked_dims, self.dtypes.gradients) for each in (partial, between))
+                layouts = _ReductionLayouts(partial, between, stacked_dims, src, dst)
             self._reduction_layouts[layout, averages] = layouts
         self._latest = (layout, averages, layouts)
         return layouts
 
-    def _added_up(self, contributions: torch.Tensor, layouts: _ReductionLayouts) -> torch.Tensor:
-        """Returns the sum or average of contributions that are stacked along leading dims, in the order of ranks."""
-        each = contributions.flatten(0, len(layouts.apart) - 1) if layouts.apart else contributions[None]
+    def _sum_contributions(self, contributions: torch.Tensor, layouts: _ReductionLayouts) -> torch.Tensor:
+        """Returns the sum or average, in the order of ranks, of contributions that are stacked along leading dims."""
+        each = contributions.flatten(0, len(layouts.stacked_dims) - 1) if layouts.stacked_dims else contributions[None]
         part = each[0].to(self.dtypes.reduce, copy=True)
         for other in each[1:]:
             part += other
-        averaged = [dim for dim in layouts.apart if layouts.partial.placements[dim] == "P(avg)"]
+        averaged = [dim for dim in layouts.stacked_dims if layouts.partial.placements[dim] == "P(avg)"]
         count = math.prod(layouts.partial.mesh.shape[dim] for dim in averaged)
         return part.div_(count) if count > 1 else part
 
     def _finish(
         self, part: torch.Tensor, layout: _planner.Layout, over_replicas: bool, divide_by: float | None
     ) -> torch.Tensor | None:
-        """Completes a reduced shard: adds the shard that waited, and reduces over replicas.
+        """Completes a shard in `layout`: adds the shard that was kept, and reduces the sum over replicas.
 
-        Returns the part; None if `over_replicas` is False and the shard waits for the sum over replicas.
+        Returns the part; None if `over_replicas` is False and the sum is kept.
         """
-        if self._part is not None:
-            earlier, self._part = self._part, None
+        if self._partial_reduced is not None:
+            earlier, self._partial_reduced = self._partial_reduced, None
             if earlier[1] != layout:
                 raise RuntimeError(
                     "gradients of a weight must have the same placements in all backwards without all-reduce, got "
@@ -208,7 +212,7 @@ class Gradients:
                 )
             part += earlier[0]
         if not over_replicas and layout != self._shards:
-            self._part = part, layout
+            self._partial_reduced = part, layout
             return None
         if layout != self._shards:
             reduced = torch.empty_like(part)
@@ -219,11 +223,14 @@ class Gradients:
         return part if divide_by is None else part.div_(divide_by)
 
 
-def _side_by_side(layout: _planner.Layout, dims: list[int], dtype: torch.dtype) -> Layout:
-    """Returns the layout with a leading tensor dim for each of these mesh dims, for the contributions along it.
+def _stacked_layout(layout: _planner.Layout, dims: list[int], dtype: torch.dtype) -> Layout:
+    """Returns the layout with a leading tensor dim for each mesh dim in `dims`, for the contributions along it.
 
-    The leading dim is sharded over the mesh dim if the placement there is pending, and replicated otherwise. Example:
-    P(sum) over 4 ranks of a tensor [8, 8] becomes S(0) of a tensor [4, 8, 8].
+    A leading dim is sharded over its mesh dim if the placement there is pending, and replicated otherwise. Example, for
+    the reduce-scatter of a gradient [8, 8] over 4 ranks with ``dims=[0]``:
+
+        P(sum) of [8, 8], the full gradient   ->  S(0) of [4, 8, 8]: each rank has its own contribution
+        S(0) of [8, 8], the reduced gradient  ->  S(1) of [4, 8, 8]: each rank has two rows of all contributions
     """
     placements = [re.sub(r"^(\w+\()(\d+)", lambda m: f"{m[1]}{int(m[2]) + len(dims)}", p) for p in layout.placements]
     order = {dim + len(dims): list(cuts) for dim, cuts in layout.shard_order.items()}
@@ -252,8 +259,8 @@ def _like(
 class GradientWriteBack:
     """Adds reduced gradients to the gradient of a sharded parameter, and calls the parameter's hooks.
 
-    If the parameter is on the host, the gradient is copied there first. `finish` waits for the copy and adds it; if
-    there are hooks, `add` does so itself.
+    If the parameter is on the host, the gradient is first copied to the host. `finish` waits for the copy and adds it.
+    If the parameter has hooks, `add` itself waits for the copy.
     """
 
     def __init__(self, host_copies: HostCopies | None) -> None:
@@ -306,131 +313,135 @@ def _hooks_of(parameter: nn.Parameter) -> list[Any]:
 
 @dataclasses.dataclass
 class Reduction:
-    """The reductions of a unit that are in flight, each with the function that adds its result to the gradient."""
+    """The reductions of one unit's gradients in one backward."""
 
-    under_way: list[tuple[Callable[[torch.Tensor], None], PendingReduction]]
+    # Each reduction in progress, after the function that adds its result to the sharded parameter's gradient.
+    in_flight: list[tuple[Callable[[torch.Tensor], None], PendingReduction]]
 
     def finish(self) -> None:
         """Waits for the reductions, and adds their results to the gradients of the sharded parameters."""
-        for add, arriving in self.under_way:
-            if arriving.work is not None:
-                arriving.work.wait()
-            part = arriving.finish(arriving.received)
+        for add, pending in self.in_flight:
+            if pending.work is not None:
+                pending.work.wait()
+            part = pending.finish(pending.received)
             if part is not None:
                 add(part)
-        self.under_way = []
+        self.in_flight = []
 
     def discard(self) -> None:
         """Waits for the reductions, but drops their results."""
-        for _, arriving in self.under_way:
-            if arriving.work is not None:
-                arriving.work.wait()
-        self.under_way = []
+        for _, pending in self.in_flight:
+            if pending.work is not None:
+                pending.work.wait()
+        self.in_flight = []
 
 
 # ---- the gradient state of one weight
 
 
-class Trained:
-    """The part of `Weight` that handles gradients."""
+class GradientMixin:
+    """Base class of `Weight`: takes gradients from autograd, and adds reduced ones to the sharded parameter's."""
 
     sharded: nn.Parameter  # the parameter between uses; gets the reduced gradient
-    whole: nn.Parameter  # the parameter in use; autograd writes its gradient
-    memory: torch.Tensor  # the local tensor of `whole`
+    unsharded: nn.Parameter  # the parameter in use; autograd writes its gradient
+    memory: torch.Tensor  # the local tensor of `unsharded`
     layouts: Layouts
     gradients: Gradients
 
     def __init__(self, host_copies: HostCopies | None) -> None:
         self.is_expected = True  # some rank had a gradient in the latest backward that reduced its unit
         self.had_gradient = False  # this rank had a gradient since the last write-back to the sharded parameter
-        self._undecided: list[torch.Tensor] = []  # reduced sums to which this rank has contributed zeros
+        self._deferred_parts: list[torch.Tensor] = []  # reduced gradients to which this rank has contributed zeros
         self._write_back = GradientWriteBack(host_copies)
         self._note_gradient: Callable[[torch.Tensor], None] | None = None
         self._watched: nn.Parameter | None = None  # the full parameter whose hook calls `_note_gradient`
 
     def watch_gradients(self, note: Callable[[torch.Tensor], None]) -> None:
-        """Calls a function whenever autograd has added to the gradient of the gathered weight."""
+        """Makes autograd call `note` each time it has added to the gradient of the unsharded parameter."""
         self._note_gradient = note
         self._watch()
 
     def _watch(self) -> None:
-        """Registers the hook on `whole`, once for each tensor, if it requires gradients."""
-        if self._note_gradient is not None and self.whole.requires_grad and self._watched is not self.whole:
-            self.whole.register_post_accumulate_grad_hook(self._note_gradient)
-            self._watched = self.whole
+        """Registers the hook on `unsharded`, once for each tensor, if it requires gradients."""
+        if self._note_gradient is not None and self.unsharded.requires_grad and self._watched is not self.unsharded:
+            self.unsharded.register_post_accumulate_grad_hook(self._note_gradient)
+            self._watched = self.unsharded
 
-    def take_gradient(self, gradient: torch.Tensor) -> None:
+    def add_graph_gradient(self, gradient: torch.Tensor) -> None:
         """Adds a gradient from a compiled graph. It is copied, because the graph may reuse its memory."""
         if not self.sharded.requires_grad:
             return  # the parameter was frozen since the graph was compiled
-        if self.whole.grad is None:
-            self.whole.grad = torch.empty_like(self.whole).copy_(gradient)
+        if self.unsharded.grad is None:
+            self.unsharded.grad = torch.empty_like(self.unsharded).copy_(gradient)
         else:
-            self.whole.grad.add_(gradient)
+            self.unsharded.grad.add_(gradient)
 
     @property
     def has_gradient(self) -> bool:
-        """True if a gradient of this rank waits for a reduction."""
-        return self.whole.grad is not None or self.gradients.are_kept
+        """True if this rank has a gradient from autograd, or an accumulated one, that is not reduced yet."""
+        return self.unsharded.grad is not None or self.gradients.has_accumulated
 
     def start_reduction(self, over_replicas: bool, divide_by: float | None, move: Move) -> list[PendingReduction]:
-        """Starts to reduce the gradient from autograd and the kept gradients, or zeros if there are none.
+        """Starts to reduce the sum of the gradient from autograd and the accumulated one, or zeros if there is neither.
 
-        Returns this reduction, and the result of those in chunks. `move` starts the moves of gradients.
+        Returns this reduction, and the finished ones of matmuls in chunks. `move` starts the moves of gradients.
         """
-        in_chunks = self.gradients.take_reduced()
+        in_chunks = self.gradients.take_reduced_in_chunks()
         has_any = self.has_gradient or bool(in_chunks)
         self.had_gradient = self.had_gradient or has_any
-        taken = self._taken_gradient()
+        taken = self._pop_gradient()
         if not has_any and self.sharded.requires_grad:
             taken = self._zeros()
-        arriving = self.gradients.start(taken, over_replicas, divide_by, move)
-        return in_chunks if arriving is None else [*in_chunks, arriving]
+        pending = self.gradients.start(taken, over_replicas, divide_by, move)
+        return in_chunks if pending is None else [*in_chunks, pending]
 
     def _zeros(self) -> tuple[torch.Tensor, _planner.Layout]:
         """Returns a gradient of zeros with the layout of the latest gradient."""
         layout = self.gradients.latest_layout or self.layouts.usual_gradient
         shape = layout.local_shape(dist.get_rank())
-        return torch.zeros(shape, dtype=self.whole.dtype, device=self.memory.device), layout
+        return torch.zeros(shape, dtype=self.unsharded.dtype, device=self.memory.device), layout
 
-    def keep_gradient(self) -> None:
-        """Keeps the gradient from autograd until a later reduction."""
-        taken = self._taken_gradient()
+    def accumulate_gradient(self) -> None:
+        """Adds the gradient from autograd to the accumulated one, which a later backward reduces."""
+        taken = self._pop_gradient()
         if taken is not None:
-            self.gradients.keep(*taken)
+            self.gradients.accumulate(*taken)
 
-    def _taken_gradient(self) -> tuple[torch.Tensor, _planner.Layout] | None:
-        """Takes the gradient away from `whole`. Returns its local tensor and layout; None without a gradient."""
-        gradient, self.whole.grad = self.whole.grad, None
+    def _pop_gradient(self) -> tuple[torch.Tensor, _planner.Layout] | None:
+        """Clears the gradient of `unsharded`. Returns its local tensor and layout; None if there was none."""
+        gradient, self.unsharded.grad = self.unsharded.grad, None
         if gradient is None:
             return None
         gradient, layout = self.layouts.of_gradient(gradient)
         return extensions.as_plain(gradient), layout
 
-    def add_gradient(self, part: torch.Tensor) -> None:
-        """Adds a reduced gradient to that of the sharded parameter. On the host, `finish_gradients` completes this.
+    def add_reduced_gradient(self, part: torch.Tensor) -> None:
+        """Adds a reduced gradient to that of the sharded parameter. With offload, `finish_gradients` completes this.
 
-        If this rank has contributed zeros to the reduced gradient, `decide` adds or drops it.
+        If this rank has contributed zeros to it, `end_backward` adds or drops it.
         """
         if self.had_gradient:
             self._write_back.add(self.sharded, part)
         else:
-            self._undecided.append(part)
+            self._deferred_parts.append(part)
 
-    def decide(self, is_used: bool) -> None:
-        """Ends a backward: adds the undecided sums if some rank had a gradient (`is_used`), otherwise drops them."""
-        undecided, self._undecided = self._undecided, []
-        for part in undecided if is_used else ():
+    def end_backward(self, is_used: bool) -> None:
+        """Adds the reduced gradients to which this rank has contributed zeros; drops them unless `is_used`.
+
+        `is_used`: some rank had a gradient in this backward.
+        """
+        parts, self._deferred_parts = self._deferred_parts, []
+        for part in parts if is_used else ():
             self._write_back.add(self.sharded, part)
         if not is_used:
-            self.gradients.drop()  # zeros that wait for a reduction over replicas
-        self.had_gradient = self.gradients.wait
+            self.gradients.drop()  # zeros that are not reduced over replicas yet
+        self.had_gradient = self.gradients.are_pending
 
     def drop_gradient(self) -> None:
         """Discards all gradients that were not added to the sharded parameter's."""
-        self.whole.grad = None
+        self.unsharded.grad = None
         self.gradients.drop()
-        self._undecided = []
+        self._deferred_parts = []
         self.had_gradient = False
 
     def finish_gradients(self) -> None:

@@ -75,7 +75,7 @@ def _runner_and_unit(handle: int) -> tuple[Runner, Unit]:
 def _begin_forward(inputs: Sequence[torch.Tensor], unit: int, records: bool) -> torch.Tensor:
     """Runs fsdp_begin_forward. `inputs` only order it after the operators that compute them."""
     runner, its = _runner_and_unit(unit)
-    if runner.gathers_in_chunks:
+    if runner.is_chunked:
         raise RuntimeError(
             f"chunked must be False for {runner.units[0].name} if compiled graphs contain units, got True: units in "
             "graphs multiply by full weights. Set chunked=False, or compile only submodules of units"
@@ -117,7 +117,7 @@ def _end_backward(
     runner, its = _runner_and_unit(unit)
     with _undone_on_error(runner):
         for index, gradient in zip(indices, of_weights, strict=True):
-            its.weights[index].take_gradient(gradient)
+            its.weights[index].add_graph_gradient(gradient)
         runner.note_gradient(its)
         runner.end_backward(its, int(forward))
 
@@ -182,7 +182,7 @@ def _(ctx: Any, tensor: torch.Tensor, event: torch.Tensor) -> torch.Tensor:
 #
 # Compilers trace `begin_forward` and `end_forward` instead of the eager code of hooks. These record the operators:
 #
-#     forward     begin_forward(unit)    weights = after(whole, begin)    ...    end_forward(outputs)
+#     forward     begin_forward(unit)    weights = after(unsharded, begin)    ...    end_forward(outputs)
 #     backward    begin_backward(gradients of outputs)    ...    end_backward(gradients of inputs and weights)
 #
 # A graph reads weights only through `after`, so after the event that gathers them. `end_forward` and `end_backward`
@@ -195,7 +195,7 @@ _AFTER = _ops.fsdp_after.default
 
 def why_not(unit: Unit) -> str | None:
     """Returns why the events of a unit cannot be in graphs, or None. Graphs need plain gathered weights."""
-    if any(isinstance(weight.whole, DTensor) for weight in unit.weights):
+    if any(isinstance(weight.unsharded, DTensor) for weight in unit.weights):
         return "gathered weights are DTensors"
     if any(weight.product is not None for weight in unit.weights):
         return "weights are multiplied in their message format (matmul_format)"
@@ -254,11 +254,11 @@ class _Begin(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, unit: int, records: bool, num_inputs: int, *tensors: torch.Tensor) -> Any:  # type: ignore[override]
         ctx.unit, ctx.num_inputs = unit, num_inputs
-        inputs, wholes = tensors[:num_inputs], tensors[num_inputs:]
+        inputs, weights = tensors[:num_inputs], tensors[num_inputs:]
         begin = _ops.fsdp_begin_forward(inputs, unit, records)
         ctx.save_for_backward(begin)
         ctx.set_materialize_grads(False)
-        return *inputs, *(_ops.fsdp_after(full, begin) for full in wholes)
+        return *inputs, *(_ops.fsdp_after(full, begin) for full in weights)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
@@ -305,7 +305,7 @@ def begin_forward(handle: int, unit: Unit, arguments: Any) -> Any:
     flat, spec = tree_flatten(arguments)
     where = [i for i, value in enumerate(flat) if isinstance(value, torch.Tensor) and value.requires_grad]
     inputs = [flat[i] for i in where]
-    found = _begin(handle, torch.is_grad_enabled(), len(where), *inputs, *[each.whole for each in unit.weights])
+    found = _begin(handle, torch.is_grad_enabled(), len(where), *inputs, *[each.unsharded for each in unit.weights])
     for i, tensor in zip(where, found[: len(where)]):
         flat[i] = tensor
     for weight, tensor in zip(unit.weights, found[len(where) :]):

@@ -34,7 +34,7 @@ class UnshardHandle(fsdp.UnshardHandle):
         if unit is not None and unit.is_resident:
             with torch.no_grad():
                 unit.finish_gather()
-            unit.put_full()
+            unit.to_unsharded()
 
 
 class ReductionHandle(getattr(fsdp, "GradientReductionHandle", object)):  # type: ignore[misc]  # since torch 2.15
@@ -91,13 +91,13 @@ class ShardedModule(FSDPModule):
         """
         unit = _unit_of(self)
         if not unit.is_open:
-            getattr(self, ATTRIBUTE).take_up_conversions()
+            getattr(self, ATTRIBUTE).adopt_conversions()
             if any(module is not self for module in _modules_of(self, True)):  # they may be used without its forward
                 getattr(self, ATTRIBUTE).ready_runner()
             unit.adopt_changes()
             with torch.no_grad():
                 forget_written_copies([unit], unit.device)
-                if unit.is_resident and (unit.is_stale or unit.chunks is not None):
+                if unit.is_resident and (unit.is_stale or unit.chunked_gather is not None):
                     unit.release()
                 if not unit.is_resident:
                     unit.start_gather_alone()
@@ -123,7 +123,7 @@ class ShardedModule(FSDPModule):
         unit.is_unsharded = False
         if unit.is_resident:
             unit.release()
-        unit.put_sharded()
+        unit.to_sharded()
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Sets whether backwards reduce gradients.
@@ -377,10 +377,10 @@ def _on_stream(hook: Callable[[torch.Tensor], None], stream: torch.Stream) -> Ca
 
 
 def _unit_of(module: Any) -> Unit:
-    """Returns the unit of a module. First aborts a step that has failed (`Runner.settle`)."""
+    """Returns the unit of a module. First aborts a step that has failed (`Runner.abort_if_failed`)."""
     state = getattr(module, ATTRIBUTE)
     if state.runner is not None:
-        state.runner.settle()
+        state.runner.abort_if_failed()
     unit: Unit = state.unit
     return unit
 

@@ -94,13 +94,13 @@ class _Item(NamedTuple):
     dim: int  # the tensor dim that is cut
     numels: list[int]
     bounds: list[tuple[int, int]]  # of the parts along `dim`, in this rank's tensor of the whole
-    whole: list[int]  # shape of this rank's tensor of the whole
+    full_shape: list[int]  # shape of this rank's tensor on the full side
 
     def parts(self, whole: torch.Tensor) -> list[torch.Tensor]:
         """Returns the parts as views of the whole, which may be viewed as a smaller dtype along its last dim."""
-        if not self.whole:
+        if not self.full_shape:
             return [whole]
-        times = self.dtype.itemsize // whole.itemsize if self.dim == len(self.whole) - 1 else 1
+        times = self.dtype.itemsize // whole.itemsize if self.dim == len(self.full_shape) - 1 else 1
         return [whole.narrow(self.dim, begin * times, (end - begin) * times) for begin, end in self.bounds]
 
 

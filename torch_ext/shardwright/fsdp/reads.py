@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from ..runtime.executables import store
 from .units import Unit
-from .weights import Version, Weight, by_storage, differ
+from .weights import Version, Weight, by_storage, versions_differ
 
 _Pack = Callable[[torch.Tensor], Any]
 _Unpack = Callable[[Any], torch.Tensor]
@@ -111,7 +111,7 @@ def note_forward(unit: Unit, forward: int) -> None:
 def check_backward(unit: Unit, forward: int) -> None:
     """Raises RuntimeError if parameters were written since a forward that could not pack them."""
     before = _unpacked.get(unit, {}).get(forward)
-    if before is not None and differ(before, unit.versions):
+    if before is not None and versions_differ(before, unit.versions):
         raise _written(f"parameters of {unit.name} were")
 
 

@@ -39,7 +39,7 @@ class Reductions:
     def __init__(self, units: Sequence[Unit], device: torch.device) -> None:
         self._units = units
         self._device = device
-        self._under_way: list[tuple[int, Reduction]] = []  # (last use before the wait, reduction)
+        self._in_flight: list[tuple[int, Reduction]] = []  # (last use before the wait, reduction)
         self._started: list[tuple[int, tuple[int, ...]]] = []  # in this backward: (unit index, weight indices)
         self._gathered: list[Unit] = []  # since ranks last compared
         self._used: set[WeightIndex] = set()  # weights that had a gradient on some rank at the latest `_agree`
@@ -84,19 +84,19 @@ class Reductions:
 
     def add(self, last_use: int, reduction: Reduction) -> None:
         """Adds a reduction in progress that `finish` waits for after use `last_use`."""
-        self._under_way.append((last_use, reduction))
+        self._in_flight.append((last_use, reduction))
 
     def finish(self, use: int | None = None) -> None:
         """Waits for the reductions that must end by this use; default: all reductions."""
-        for last_use, reduction in self._under_way:
+        for last_use, reduction in self._in_flight:
             if use is None or last_use <= use:
                 reduction.finish()
-        self._under_way = [] if use is None else [each for each in self._under_way if each[0] > use]
+        self._in_flight = [] if use is None else [each for each in self._in_flight if each[0] > use]
 
     def discard(self) -> None:
         """Waits for all reductions, but drops their results."""
-        under_way, self._under_way, self._started = self._under_way, [], []
-        for _, reduction in under_way:
+        in_flight, self._in_flight, self._started = self._in_flight, [], []
+        for _, reduction in in_flight:
             reduction.discard()
 
     def end_backward(self) -> None:
@@ -118,7 +118,7 @@ class Reductions:
             unit = self._units[unit_index]
             for which, weight in enumerate(unit.weights):
                 weight.is_expected = (unit_index, which) in self._used or unit.unit_options.reduces_unused
-                weight.decide(weight.is_expected)
+                weight.end_backward(weight.is_expected)
         self._started = []
 
     def _agree(self) -> dict[int, list[int]]:

@@ -19,11 +19,13 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._native import _planner
-from .._planner import StepSchedule
-from ..debug.explaining import HeardStep
+from .._planner import StepSchedule, overlapping_budget_bytes
+from ..debug.explaining import RecordedStep
 from ..runtime import executables
 from ..runtime.agreement import MeshWords
+from .chunks import ChunkedUnit
 from .offload import TimedCopy
+from .packing import ALIGNMENT
 from .units import Unit
 
 
@@ -38,7 +40,7 @@ class Event(NamedTuple):
     saved: int  # use that saves it
     first: int  # first use that needs it
     last: int  # last use that needs it
-    until: int  # turn in which it is freed (turns: see below, before `About`)
+    until: int  # turn in which it is freed (turns: see below, before `ActivationInfo`)
 
     @property
     def parts(self) -> tuple[str, int, int, int, int, int, int, int]:
@@ -102,11 +104,11 @@ class Listener:
     """Collects the times of steps that end while `listening` is active."""
 
     def __init__(self) -> None:
-        self.steps: list[HeardStep] = []
+        self.steps: list[RecordedStep] = []
         devices = [torch.device("cpu"), torch.accelerator.current_accelerator(check_available=True)]
         self._origins = {device.type: _mark(device) for device in devices if device is not None}
 
-    def hear(
+    def add_step(
         self, schedule: StepSchedule, names: list[str], clock: Clock, copies: Sequence[Sequence[TimedCopy]]
     ) -> None:
         """Adds a step that has ended. `names` and `copies` are lists by unit."""
@@ -116,14 +118,14 @@ class Listener:
             for name, all_copies in zip(names, copies, strict=True)
             for copy in all_copies
         ]
-        self.steps.append(HeardStep(schedule, names, clock.intervals_since(self._origins), heard))
+        self.steps.append(RecordedStep(schedule, names, clock.intervals_since(self._origins), heard))
 
 
 listener: Listener | None = None  # active in a block of `listening`; None outside
 
 
 @contextlib.contextmanager
-def listening() -> Iterator[list[HeardStep]]:
+def listening() -> Iterator[list[RecordedStep]]:
     """Times all steps of models in this block. Each step is added to the yielded list when it ends."""
     global listener
     before, listener = listener, Listener()
@@ -175,14 +177,14 @@ def agreed_times(times: Times, meshes: set[DeviceMesh], device: torch.device) ->
 # the schedule, the rest of the step gathers in the order of the sequence (fsdp/activations.py).
 
 
-class About(NamedTuple):
+class ActivationInfo(NamedTuple):
     """Sizes and layouts of a sharded activation."""
 
     name: str
     kept_bytes: int  # size of this rank's shard
     device_type: str
-    cut: _planner.Layout  # sharded
-    whole: _planner.Layout  # gathered
+    sharded: _planner.Layout
+    full: _planner.Layout
 
 
 class ActivationPlan(NamedTuple):
@@ -201,10 +203,10 @@ class StepActivations:
         self._plan = plan
         self._saved: list[tuple[weakref.ref[Any], int]] = []  # by number: the activation, and the use that saved it
         self._turns: list[tuple[int, int]] = []  # by turn: the activation's number, and the use
-        self._let_go: dict[int, tuple[int, int]] = {}  # by number: the turn and the use in which it was freed
-        self._about: list[About] = []  # by number
+        self._freed: dict[int, tuple[int, int]] = {}  # by number: the turn and the use in which it was freed
+        self._about: list[ActivationInfo] = []  # by number
 
-    def save(self, activation: Any, about: About) -> int:
+    def save(self, activation: Any, about: ActivationInfo) -> int:
         """Adds an activation that a forward saves; it must have a method `start_gather`. Returns its number."""
         self._saved.append((weakref.ref(activation), self.use))
         self._about.append(about)
@@ -229,9 +231,9 @@ class StepActivations:
             self._plan = None
         return None if self._plan is None else self._starting(turn)
 
-    def let_go(self, index: int) -> None:
+    def note_freed(self, index: int) -> None:
         """Notes that the backward has freed an activation."""
-        self._let_go[index] = len(self._turns) - 1, self.use
+        self._freed[index] = len(self._turns) - 1, self.use
 
     def _starting(self, turn: int) -> list[Any]:
         """Returns the living activations whose gathers start in a turn; for turn -1, before the running use."""
@@ -257,11 +259,11 @@ class StepActivations:
         end = len(self._turns) - 1, max(self.use, 0)
         events = []
         for index, first in self._turns:
-            until, last = self._let_go.get(index, end)
+            until, last = self._freed.get(index, end)
             about, saved = self._about[index], self._saved[index][1]
-            plan = executables.make_plan(about.cut, about.whole, about.device_type)
+            plan = executables.make_plan(about.sharded, about.full, about.device_type)
             gather_ps = round(1e6 * plan.predicted_us)
-            full_bytes = int(about.whole.shape[0]) * getattr(torch, about.whole.dtype).itemsize
+            full_bytes = int(about.full.shape[0]) * getattr(torch, about.full.dtype).itemsize
             figures = about.kept_bytes, full_bytes, gather_ps, saved, first, max(first, last), until
             events.append(Event(index, about.name, *figures))
         return events
@@ -305,7 +307,7 @@ class Key(NamedTuple):
     kind: str  # kind of the first use
     records: bool  # autograd records it for a backward
     reduces: tuple[bool, ...]  # by unit: its backward reduces gradients
-    keeps: tuple[bool, ...]  # by unit: full gradients wait, from an earlier step or for a later one
+    accumulates: tuple[bool, ...]  # by unit: there are accumulated gradients, from earlier backwards or for later ones
 
 
 class Use(NamedTuple):
@@ -314,10 +316,10 @@ class Use(NamedTuple):
     units: tuple[int, ...]  # indices of the open units
     kind: str  # "forward", "recompute" or "backward"
     gradients: list[int]  # indices of units whose reduction starts in it
-    made: list[tuple[int, int]]  # full gradients that it computes: unit, index into UnitInChunks.weights
+    computed: list[tuple[int, int]]  # full gradients that it computes: unit, index into ChunkedUnit.weights
 
 
-def are_same(uses: Sequence[Use], others: Sequence[Use]) -> bool:
+def same_uses(uses: Sequence[Use], others: Sequence[Use]) -> bool:
     """Returns true if the uses have the same units, kinds and reductions."""
     return len(uses) == len(others) and all(a[:3] == b[:3] for a, b in zip(uses, others))
 
@@ -347,7 +349,7 @@ class Plan:
         timed: Times | None,
         variants: dict[Hashable, Plan],
     ) -> None:
-        self.variants = variants  # plans of the same uses and times, by `options_of` (units.py); shared by all of them
+        self.variants = variants  # plans of the same uses and times, by `options_key` (units.py); shared by all of them
         self.uses = uses  # the recorded sequence
         self.schedule = schedule
         self.timed = timed  # the times it was made from; None if no step was timed
@@ -356,7 +358,7 @@ class Plan:
         self.finishes: dict[tuple[int, int], int] = {}  # by unit and use that starts a reduction: its last use
         buffers, original_of = schedule.buffers, schedule.original_of
         # By use: units gathered in chunks. Each has a chunked weight in the schedule (chunks.py).
-        self.in_chunks = [{original_of[w] for w in use[0] if original_of[w] >= 0} for use in schedule.uses]
+        self.gathers_in_chunks = [{original_of[w] for w in use[0] if original_of[w] >= 0} for use in schedule.uses]
         self.reduces_in_chunks: list[set[int]] = [set() for _ in schedule.uses]  # by use: units
         for weight, buffer, start, _, _ in schedule.gathers:
             is_chunked = original_of[weight] >= 0
@@ -378,16 +380,64 @@ class Plan:
             self.activations = ActivationPlan(indices, schedule.activation_gathers)
         # Units that multiply in chunks in some use. Their modules have the class for chunks in all uses: a forward must
         # prepare its backward, and a recomputation must save the same tensors as its forward.
-        self.multiplies: frozenset[int] = frozenset().union(*self.in_chunks, *self.reduces_in_chunks)
+        self.units_in_chunks: frozenset[int] = frozenset().union(*self.gathers_in_chunks, *self.reduces_in_chunks)
 
 
-def held_bytes(units: Sequence[Unit], key: Key, uses: list[Use]) -> int:
+def make_schedule(
+    units: Sequence[Unit],
+    chunked_units: Sequence[ChunkedUnit],
+    recomputed: set[int],
+    key: Key,
+    uses: Sequence[Use],
+    times: Times | None,
+    memory_limit: int | None,
+    prefetch: int | None,
+) -> StepSchedule:
+    """Returns the schedule of a sequence. StepSchedule calls a unit a weight.
+
+    Args:
+        chunked_units: the weights of each unit that may be transferred in chunks; empty without ``chunked``.
+        recomputed: indices of units whose forward is recomputed within their own backward.
+        times: None before a step was timed.
+        memory_limit: bytes; None: enough to gather one unit ahead (`prefetch`) and to reduce during the next backward.
+    """
+    weights = []
+    for unit_index, unit in enumerate(units):
+        in_arena = (0, 0) if unit.unit_options.keep_between_steps else (unit.use_bytes, unit.keep_bytes)
+        all_ps = (0, 0, 0, 0) if times is None else (unit.gather_ps, unit.reduce_ps, *times.copies[unit_index])
+        weights.append((unit.name, unit.sharded_bytes, *in_arena, unit.gradient_bytes, *all_ps))
+    use_ps = [0] * len(uses) if times is None else times.uses
+    parts = [(use.units, use.kind, use.gradients, ps) for use, ps in zip(uses, use_ps, strict=True)]
+    options: dict[str, Any] = {
+        "alignment_bytes": ALIGNMENT,
+        "held_bytes": held_bytes(units, key, uses),
+        "gather_until": gather_until(units, uses),
+        "activations": [] if times is None else [event.parts for event in times.activations],
+    }
+    budget = memory_limit
+    if budget is None:  # computed without times, so that the memory limit does not depend on them
+        options["prefetch"] = 1 if prefetch is None else prefetch
+        budget = overlapping_budget_bytes(weights, parts, **options)
+    trains = key.records and key.kind == "forward"
+    chunked_weights = []
+    for unit_index, each in enumerate(chunked_units):
+        in_backwards = trains and unit_index not in recomputed  # a recomputation gathers it in full
+        reduces = trains and key.reduces[unit_index] and not key.accumulates[unit_index]
+        computed = [(which, i) for i, use in enumerate(uses) for owner, which in use.computed if owner == unit_index]
+        entry = each.schedule_entry(in_backwards, reduces, computed)
+        if entry is not None:
+            chunked_weights.append((unit_index, *entry))
+    options.update(chunked_weights=chunked_weights, may_add_chunks=memory_limit is None, prefetch=prefetch)
+    return StepSchedule(weights, parts, budget_bytes=budget, **options)
+
+
+def held_bytes(units: Sequence[Unit], key: Key, uses: Sequence[Use]) -> int:
     """Returns bytes outside the arena: weights that stay gathered between steps, and full gradients that wait."""
     held = sum(unit.use_bytes for unit in units if unit.unit_options.keep_between_steps)
-    held += sum(unit.kept_gradient_bytes for unit, keeps in zip(units, key.keeps) if keeps)
-    arriving = (  # gradients from autograd, until they are added to the kept gradients
+    held += sum(unit.accumulated_gradient_bytes for unit, accumulates in zip(units, key.accumulates) if accumulates)
+    new = (  # gradients from autograd, until they are added to the accumulated ones
         sum(units[unit].gradient_bytes for unit in use.units if not key.reduces[unit])
         for use in uses
         if use.kind == "backward"
     )
-    return held + max(arriving, default=0)
+    return held + max(new, default=0)

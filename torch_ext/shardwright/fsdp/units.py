@@ -27,10 +27,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from .._native import _runtime
 from ..runtime.agreement import MeshWords, Statement
 from . import offload, packing
-from .gather import measure
+from .gather import set_scales
 from .gradients import Reduction
 from .packing import Promise, Together, aligned
-from .weights import DtypesOf, Version, Weight, differ
+from .weights import DtypesOf, Version, Weight, versions_differ
 
 
 @dataclasses.dataclass
@@ -66,7 +66,7 @@ class UnitOptions:
         return add_after_hook
 
 
-def options_of(units: Sequence[Unit]) -> Hashable:
+def options_key(units: Sequence[Unit]) -> Hashable:
     """Returns a key of everything users can change between steps that a schedule depends on."""
 
     def of(unit: Unit) -> Hashable:
@@ -97,12 +97,12 @@ class Unit:
         self.is_in_graph = False  # the events of the running forward are operators in a compiled graph
         self.is_called_by_compiled_code = False  # the hooks of the running forward are eager, and their caller is not
         self.unit_options = UnitOptions(stays)
-        self.chunks: Any = None  # a UnitInChunks (fsdp/chunks.py) while some weights are gathered in chunks
-        self.products: Any = None  # a UnitInChunks while modules have the class that multiplies in chunks
+        self.chunked_gather: Any = None  # a ChunkedUnit (fsdp/chunks.py) while some weights are gathered in chunks
+        self.chunked_products: Any = None  # a ChunkedUnit while modules have the class that multiplies in chunks
         self._in_arena = False  # its gathered storage is in the shared arena; the next step overwrites it
         self.is_unsharded = False  # gathered by `unshard`, and not used since
         self._is_gathering = False  # a gather is in progress
-        self.is_left_full = False  # modules keep the full parameters between a forward and its backward
+        self.is_left_unsharded = False  # modules keep the full parameters between a forward and its backward
         # Sharded parameters and their versions: those of the latest gather, and those that the kept copy was made from.
         self._gathered_from: list[Version] = []
         self._kept_from: list[Version] = []
@@ -147,14 +147,14 @@ class Unit:
         return gradient_bytes(self.weights)
 
     @property
-    def keeps_gradients(self) -> bool:
+    def has_accumulated_gradients(self) -> bool:
         """True if full gradients of an earlier backward wait for a reduction."""
-        return any(weight.gradients.are_kept for weight in self.weights)
+        return any(weight.gradients.has_accumulated for weight in self.weights)
 
     @property
-    def kept_gradient_bytes(self) -> int:
+    def accumulated_gradient_bytes(self) -> int:
         """Bytes of full gradients if those of all weights wait for a reduction."""
-        return sum(weight.kept_gradient_bytes for weight in self.weights if weight.sharded.requires_grad)
+        return sum(weight.accumulated_gradient_bytes for weight in self.weights if weight.sharded.requires_grad)
 
     @property
     def keep_bytes(self) -> int:
@@ -179,11 +179,6 @@ class Unit:
         """The predicted time to reduce all gradients of the unit, in picoseconds."""
         return reduce_cost(self.weights).ps
 
-    @property
-    def _ahead(self) -> list[Weight]:
-        """The weights that are gathered before a use, and not in chunks during it."""
-        return [weight for weight in self.weights if self.chunks is None or not self.chunks.has(weight)]
-
     def start_gather(self, memory: torch.Tensor, offset_bytes: int = 0) -> None:
         """Starts to gather into `memory`: from the kept copy if it is up to date, otherwise from the shards."""
         if self.runner is not None and (runner := self.runner()) is not None:
@@ -191,13 +186,17 @@ class Unit:
         self.start_refresh()
         self.is_resident = self._in_arena = self._is_gathering = True
         now = self.versions
-        from_kept = bool(self._kept_from) and not differ(self._kept_from, now)
+        from_kept = bool(self._kept_from) and not versions_differ(self._kept_from, now)
         self._gathered_from = now
-        scaled = (weight for weight in self.weights if weight.gather.format.needs_largest)
-        measure(weight.measured for weight in scaled if weight.gather.needs_measure(weight.source))
+        self._in_arena = True
+        self._is_gathering = True
+        scaled = (weight for weight in self.weights if weight.gather.format.needs_amax)
+        set_scales(weight.scale_request for weight in scaled if weight.gather.needs_scale(weight.source))
         together = Together()
         with contextlib.nullcontext() if self.host_copies is None else self.host_copies.on_h2d_stream():
-            for weight in self._ahead:
+            for weight in self.weights:
+                if self.chunked_gather is not None and self.chunked_gather.has(weight):
+                    continue  # gathered in chunks during the use
                 weight.start_gather(memory, offset_bytes, from_kept, together.of(weight.moves))
                 offset_bytes += weight.gathered_bytes
             together.start(memory[offset_bytes:])
@@ -209,11 +208,11 @@ class Unit:
         if self.unit_options.keep_between_steps:
             self.note_contents()
 
-    def keep(self, memory: torch.Tensor, offset_bytes: int) -> None:
+    def save_kept_copy(self, memory: torch.Tensor, offset_bytes: int) -> None:
         """Copies the parts of gathered weights that are kept after a release, unless the kept copy is up to date."""
-        if differ(self._kept_from, self._gathered_from):
+        if versions_differ(self._kept_from, self._gathered_from):
             for weight in self.weights:
-                weight.keep(memory, offset_bytes)
+                weight.save_kept_copy(memory, offset_bytes)
                 offset_bytes += aligned(weight.kept_bytes)
             self._kept_from = self._gathered_from
 
@@ -255,7 +254,7 @@ class Unit:
     @property
     def is_stale(self) -> bool:
         """True if a parameter was written or replaced after it was gathered."""
-        return differ(self._gathered_from, self.versions)
+        return versions_differ(self._gathered_from, self.versions)
 
     @property
     def versions(self) -> list[Version]:
@@ -280,7 +279,7 @@ class Unit:
         """Sets up the weights again whose parameters have another dtype or device. Must be called between steps."""
         changed = [weight for weight in self.weights if weight.is_converted or weight.has_other_extension]
         if changed:
-            self.put_sharded()
+            self.to_sharded()
             if self.is_resident:
                 self.release()
             self.drop_kept()
@@ -294,59 +293,59 @@ class Unit:
 
     def release(self) -> None:
         """Frees the gathered weights. Modules that still have full parameters get their sharded ones."""
-        if self.is_left_full:
-            self.put_sharded()
+        if self.is_left_unsharded:
+            self.to_sharded()
         self.finish_gather()
         for weight in self.weights:
             weight.release()
         self.is_resident = False
-        self._leave_chunks()
-        self.set_chunks(None)
+        self._end_chunked_products()
+        self.set_chunked_gather(None)
 
-    def set_chunks(self, chunks: Any) -> None:
+    def set_chunked_gather(self, chunks: Any) -> None:
         """Sets the weights that are gathered in chunks from now on; None: no weights."""
-        if self.chunks is not None:
-            self.chunks.set_absent(False)
-        self.chunks = chunks
+        if self.chunked_gather is not None:
+            self.chunked_gather.set_absent(False)
+        self.chunked_gather = chunks
         if chunks is not None:
             chunks.set_absent(True)
 
-    def _leave_chunks(self) -> None:
+    def _end_chunked_products(self) -> None:
         """Gives modules that multiply in chunks their former class back."""
-        if self.products is not None:
-            self.products.end()
-            self.products = None
+        if self.chunked_products is not None:
+            self.chunked_products.end()
+            self.chunked_products = None
 
-    def put_full(self, products: Any = None) -> None:
-        """Gives the modules their full parameters; those in `products` (a UnitInChunks) are multiplied in chunks."""
-        if products is not self.products:
-            self._leave_chunks()
+    def to_unsharded(self, products: Any = None) -> None:
+        """Gives the modules their full parameters; those in `products` (a ChunkedUnit) are multiplied in chunks."""
+        if products is not self.chunked_products:
+            self._end_chunked_products()
         for weight in self.weights:
             if products is None or not products.has(weight):
-                weight.put_full()
+                weight.to_unsharded()
         if products is not None:
-            self.products = products
+            self.chunked_products = products
             products.begin()
 
-    def put_sharded(self) -> None:
+    def to_sharded(self) -> None:
         """Gives the modules their sharded parameters. Parameters that users have replaced stay."""
-        self._leave_chunks()
-        self.is_left_full = False
+        self._end_chunked_products()
+        self.is_left_unsharded = False
         for weight in self.weights:
-            weight.put_sharded()
+            weight.to_sharded()
 
-    def put_after_forward(self) -> None:
+    def to_sharded_after_forward(self) -> None:
         """Gives the modules their sharded parameters, unless the unit stays gathered until its backward."""
         stays = self.unit_options.keep_gathered and not self._is_other_in_use
         if stays and torch.is_grad_enabled() and not is_in_backward():
-            self.is_left_full = True
+            self.is_left_unsharded = True
         else:
-            self.put_sharded()
+            self.to_sharded()
 
     @property
     def _is_other_in_use(self) -> bool:
         """True if modules do not compute with the full parameters, but with chunks or with tensors of a graph."""
-        return self.is_in_graph or self.chunks is not None or self.products is not None
+        return self.is_in_graph or self.chunked_gather is not None or self.chunked_products is not None
 
     def read(self, forward: int) -> None:
         """Gathers the weights, if they are not gathered, for a backward that reads weights saved by this forward.
@@ -373,18 +372,18 @@ class Unit:
         unit_options = self.unit_options
         for weight in weights:
             how = unit_options.reduces_over_replicas, unit_options.divides_by, together.of(weight.moves)
-            for arriving in weight.start_reduction(*how):
-                reduction.under_way.append((unit_options.hooked(weight.add_gradient), arriving))
+            for pending in weight.start_reduction(*how):
+                reduction.in_flight.append((unit_options.hooked(weight.add_reduced_gradient), pending))
         together.start()
-        for _, arriving in reduction.under_way:
-            if isinstance(arriving.work, Promise) and arriving.work.is_shared:
-                arriving.sent = None
-        return reduction if reduction.under_way else None
+        for _, pending in reduction.in_flight:
+            if isinstance(pending.work, Promise) and pending.work.is_shared:
+                pending.sent = None
+        return reduction if reduction.in_flight else None
 
-    def keep_gradients(self) -> None:
+    def accumulate_gradients(self) -> None:
         """Adds the gradients from autograd to the kept gradients."""
         for weight in self.weights:
-            weight.keep_gradient()
+            weight.accumulate_gradient()
 
     def drop_gradients(self) -> None:
         """Discards all gradients that are not yet added to the sharded parameters' gradients."""

@@ -26,8 +26,8 @@ from ..runtime import executables, plain_tensors
 from ..transfers.current import owners as tensor_owners
 from . import extensions, moves, offload
 from .formats import Dtypes, with_dtype
-from .gather import Measured, Move, WeightGather
-from .gradients import Gradients, Trained
+from .gather import Move, ScaleRequest, WeightGather
+from .gradients import GradientMixin, Gradients
 from .layouts import Layouts, most_bytes
 from .moves import Moves
 from .packing import Pair, aligned
@@ -39,7 +39,7 @@ class Product(Protocol):
     padding_bytes: int  # padding after each received tensor
     scales_bytes: int  # size of `Weight.scales`; 0: none
 
-    def land(self, weight: Weight) -> None: ...  # prepares received messages for matmuls
+    def prepare(self, weight: Weight) -> None: ...  # prepares received messages for matmuls
     def begin(self, weight: Weight) -> None: ...  # makes the module multiply by received messages
     def end(self, weight: Weight) -> None: ...  # undoes `begin`
 
@@ -54,12 +54,12 @@ DtypesOf: TypeAlias = Callable[
 ]
 
 
-class Weight(Trained):
-    """A parameter: `sharded`, the DTensor that the module has between uses, and `whole`, the full one it has in use.
+class Weight(GradientMixin):
+    """A parameter: `sharded`, the DTensor that modules have between uses, and `unsharded`, which they have in use.
 
-    `whole` is the same tensor for the weight's life: autograd keeps it and views of it from forward to backward. It has
-    memory only while the weight is gathered, or always if the held shard is the full weight (`is_held`). `memory` is
-    its local tensor. The held shard (`_held`) is refreshed from `sharded` after a write to `sharded`.
+    `unsharded` is the same tensor for the weight's life, because autograd keeps it and views of it from forward to
+    backward. It has memory only while the weight is gathered, or always if the held shard is the full weight
+    (`is_held`). `memory` is its local tensor.
     """
 
     def __init__(
@@ -149,9 +149,9 @@ class Weight(Trained):
         self.reductions = [(self.moves, gradient)]  # of a gradient with the placements of the weight in use
 
     def _set_full(self, full: torch.Tensor) -> None:
-        """Makes a tensor in layout `use` the parameter `whole`, and watches its gradients."""
-        self.whole = nn.Parameter(full, self.sharded.requires_grad)
-        moves.mark_full(self.whole, self.name)
+        """Makes a tensor in layout `use` the parameter `unsharded`, and watches its gradients."""
+        self.unsharded = nn.Parameter(full, self.sharded.requires_grad)
+        moves.mark_full(self.unsharded, self.name)
         if not self.is_held:  # the memory of a held weight is never released
             by_storage[self.memory.untyped_storage()._cdata] = self
         self._watch()
@@ -172,7 +172,7 @@ class Weight(Trained):
         """The local tensor of the module's current parameter; None if that is no DTensor."""
         parameters, name = self._slots[0]
         found: Any = parameters[name]
-        return getattr(self.sharded if found is self.whole else found, "_local_tensor", None)
+        return getattr(self.sharded if found is self.unsharded else found, "_local_tensor", None)
 
     @property
     def is_converted(self) -> bool:
@@ -208,13 +208,13 @@ class Weight(Trained):
         in_use = with_dtype(self.use, dtypes.use)
         numel = most_bytes(in_use) // dtypes.use.itemsize
         self.gradient_bytes = numel * self.gradients.bytes_per_element  # a full gradient and its copy for messages
-        self.kept_gradient_bytes = numel * dtypes.reduce.itemsize  # a full gradient that waits, in reduce_dtype
+        self.accumulated_gradient_bytes = numel * dtypes.reduce.itemsize  # a full gradient that waits, in reduce_dtype
         padding = 0 if self.product is None else self.product.padding_bytes
         # A weight that is held unsharded, multiplied as received, or made by an extension needs no memory of its own.
         has_none = self.is_held or self.product is not None or self.extension is not None
         self.full_bytes = 0 if has_none else most_bytes(in_use)
-        arriving = [] if self.is_held or self.extension is not None else self.gather.buffers(self.use)
-        self._buffer_bytes = [most_bytes(layout) + padding for layout in arriving]
+        buffers = [] if self.is_held or self.extension is not None else self.gather.buffers(self.use)
+        self._buffer_bytes = [most_bytes(layout) + padding for layout in buffers]
         if self.product is not None and self.product.scales_bytes > 0:
             self._buffer_bytes.append(self.product.scales_bytes)
         self._buffer_bytes += [most_bytes(self.shards)] * self._is_staged
@@ -231,7 +231,7 @@ class Weight(Trained):
         """The sharded parameter that its modules have now: users may have replaced it since the last step."""
         parameters, name = self._slots[0]
         found = parameters[name]
-        return self.sharded if found is None or found is self.whole else found
+        return self.sharded if found is None or found is self.unsharded else found
 
     @property
     def part(self) -> torch.Tensor:
@@ -255,9 +255,9 @@ class Weight(Trained):
         return id(self.sharded), self.version
 
     @property
-    def measured(self) -> Measured:
+    def scale_request(self) -> ScaleRequest:
         self.finish_refresh()
-        return Measured(self.gather, self._gather_source, self.source)
+        return ScaleRequest(self.gather, self._gather_source, self.source)
 
     @property
     def _gather_source(self) -> torch.Tensor:
@@ -268,18 +268,18 @@ class Weight(Trained):
         for parameters, name in self._slots:
             parameters[name] = parameter
 
-    def put_full(self) -> None:
+    def to_unsharded(self) -> None:
         """Gives the modules the full parameter; with a product, also the class that multiplies by messages."""
-        self.put(self.whole)
+        self.put(self.unsharded)
         if self.product is not None:
             self.product.begin(self)
 
-    def put_sharded(self) -> None:
+    def to_sharded(self) -> None:
         """Gives the modules the sharded parameter, unless users have replaced the full one."""
         if self.product is not None:
             self.product.end(self)
         for parameters, name in self._slots:
-            if parameters[name] is self.whole:
+            if parameters[name] is self.unsharded:
                 parameters[name] = self.sharded
 
     def adopt_changes(self) -> None:
@@ -292,15 +292,15 @@ class Weight(Trained):
                 f"{part.device}. Convert parameters between steps; in compiled models call to() of a module under "
                 "sw.fully_shard"
             )
-        if self.whole.requires_grad != self.sharded.requires_grad:
-            self.whole.requires_grad_(self.sharded.requires_grad)
+        if self.unsharded.requires_grad != self.sharded.requires_grad:
+            self.unsharded.requires_grad_(self.sharded.requires_grad)
             self._watch()
 
     def _adopt_parameter(self) -> None:
         """Adopts the module's current parameter as `sharded`. Raises RuntimeError if its layout or device differs."""
         parameters, name = self._slots[0]
         found: Any = parameters[name]
-        if found is not self.whole and found is not self.sharded:
+        if found is not self.unsharded and found is not self.sharded:
             placements = self.layouts.placements
             fits = isinstance(found, DTensor) and found.shape == self.sharded.shape and found.device_mesh == self.mesh
             if not fits or tuple(found.placements) != placements:
@@ -336,7 +336,7 @@ class Weight(Trained):
     def was_written(self) -> bool:
         """True if the parameter was written since copies of it were made: its version or fingerprint has changed."""
         if self._held is not None and (
-            self._held_from is None or differ([self._held_from], [(self.sharded, self.version)])
+            self._held_from is None or versions_differ([self._held_from], [(self.sharded, self.version)])
         ):
             return True
         return self._contents is not None and self._contents != _runtime.fingerprint_of(self.part)
@@ -370,7 +370,7 @@ class Weight(Trained):
         if self._held is None:
             return
         now = self.sharded, self.version
-        if self._held_from is None or differ([self._held_from], [now]):
+        if self._held_from is None or versions_differ([self._held_from], [now]):
             self.finish_refresh()
             self._held_from = now
             self.note_contents()
@@ -422,7 +422,7 @@ class Weight(Trained):
     def finish_gather(self) -> None:
         """Waits for the gather. With a product, messages are decoded to the full weight only after a `read`."""
         if self.extension is not None:
-            weight = self.extension.finish(self.whole)
+            weight = self.extension.finish(self.unsharded)
             if weight is not None:
                 self._set_full(self.layouts.as_used(weight))
                 self._buffer_bytes = self.extension.output_bytes
@@ -430,26 +430,26 @@ class Weight(Trained):
             return
         self.gather.finish(self.memory.data if self.product is None else None)
         if self.product is not None:
-            self.product.land(self)
+            self.product.prepare(self)
             if self._is_read:
-                self._decode_arrived()
+                self._decode_received()
 
     def read(self) -> nn.Parameter:
         """Returns the full weight, for a read other than by `product`. Decodes it now, and in all later gathers."""
         if not self._is_read:
             self._is_read = True
-            self._decode_arrived()
-        return self.whole
+            self._decode_received()
+        return self.unsharded
 
-    def _decode_arrived(self) -> None:
+    def _decode_received(self) -> None:
         """Decodes the received messages to the full weight, in newly allocated memory."""
-        if self.gather.arrived is not None:
+        if self.gather.undecoded is not None:
             with torch.no_grad():
                 memory = torch.empty(self.memory.nbytes, dtype=torch.uint8, device=self.memory.device)
                 _runtime.view_arena(self.memory, memory, 0)
-                self.gather.format.decode(*self.gather.arrived, self.memory.data)
+                self.gather.format.decode(*self.gather.undecoded, self.memory.data)
 
-    def keep(self, memory: torch.Tensor, offset_bytes: int) -> None:
+    def save_kept_copy(self, memory: torch.Tensor, offset_bytes: int) -> None:
         """Copies the kept part of the gathered weight to memory that the caller keeps until `drop_kept`."""
         if self.kept is not None and self._copy is not None:
             _runtime.view_arena(self.kept, memory, offset_bytes)
@@ -462,14 +462,14 @@ class Weight(Trained):
 
     def release(self) -> None:
         """Takes the memory of the full weight away. A read before the next gather raises an error."""
-        self.gather.arrived = self.scales = None
+        self.gather.undecoded = self.scales = None
         if self.extension is not None:
             self.extension.release()
         if not self.is_held and not self.memory.is_meta:
             _runtime.release_memory(self.memory, self._when_read)
 
 
-def differ(before: list[Version], now: list[Version]) -> bool:
+def versions_differ(before: list[Version], now: list[Version]) -> bool:
     """Returns true if parameters were replaced or written."""
     return len(before) != len(now) or any(a is not b or i != j for (a, i), (b, j) in zip(before, now))
 
