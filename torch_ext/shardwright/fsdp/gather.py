@@ -16,10 +16,12 @@ import torch.distributed as dist
 from .._native import _planner
 from ..layouts.layout import Layout
 from .formats import Format
-from .packing import Pair, Promise
+from .packing import DeferredWork, Pair
 
-# A function of (source layout, target layout, tensor, output) that starts a move. It returns a work, or None if done.
-Move: TypeAlias = Callable[[_planner.Layout, _planner.Layout, torch.Tensor, torch.Tensor], "dist.Work | Promise | None"]
+# A function of (source layout, target layout, tensor, output) that starts a move. It returns a Work, or None if done.
+Move: TypeAlias = Callable[
+    [_planner.Layout, _planner.Layout, torch.Tensor, torch.Tensor], "dist.Work | DeferredWork | None"
+]
 
 
 class _PendingGather(NamedTuple):
@@ -29,7 +31,7 @@ class _PendingGather(NamedTuple):
     scale: torch.Tensor | None  # scale that `sent` was encoded with
     sent: list[torch.Tensor]
     received: list[torch.Tensor]
-    works: list[dist.Work | Promise | None]
+    works: list[dist.Work | DeferredWork | None]
 
 
 class WeightGather:

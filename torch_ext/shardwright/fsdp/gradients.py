@@ -26,7 +26,7 @@ from .formats import Dtypes, with_dtype
 from .gather import Move
 from .layouts import Layouts
 from .offload import CopyToHost, HostCopies
-from .packing import Promise
+from .packing import DeferredWork
 
 
 @dataclasses.dataclass
@@ -35,7 +35,7 @@ class PendingReduction:
 
     sent: torch.Tensor | None  # the gradient in the dtype of messages; None if it was copied to a shared message
     received: torch.Tensor  # written until `work` ends
-    work: dist.Work | Promise | None  # None: already done
+    work: dist.Work | DeferredWork | None  # None: already done
     # Returns the part, from `received`; None if the part is kept until a later reduction over replicas.
     finish: Callable[[torch.Tensor], torch.Tensor | None]
 

@@ -106,18 +106,12 @@ class Runner:
             self._change_use("recompute" if in_backward else "forward")
         elif in_backward:
             self._recomputed.add(self._index[id(unit)])
-        self._to_unsharded(unit, in_backward)
+        # A recomputation computes as the latest forward whose backward runs did.
+        begun = [forward for each in self.units for forward in each.backwards] if in_backward else []
+        self._to_unsharded(unit, max(begun, default=self._num_forwards))
         return self._num_forwards
 
-    def _to_unsharded(self, unit: Unit, in_backward: bool) -> None:
-        """Gives the modules unsharded parameters: in a recomputation, as in the latest forward whose backward runs."""
-        if not self._chunked_units:
-            unit.to_unsharded()
-            return
-        begun = [forward for each in self.units for forward in each.backwards] if in_backward else []
-        self._to_unsharded_for(unit, max(begun, default=self._num_forwards))
-
-    def _to_unsharded_for(self, unit: Unit, forward: int) -> None:
+    def _to_unsharded(self, unit: Unit, forward: int) -> None:
         """Gives the modules unsharded parameters, or matmuls in chunks if the sequence of this forward has those."""
         in_chunks = self._computes_in_chunks(self._index[id(unit)], forward)
         if unit.chunked_gather is not None and not in_chunks:
@@ -136,7 +130,7 @@ class Runner:
         if not unit.is_open or (self._chunked_units and not unit.forwards):
             unit.to_sharded_after_forward()
             if unit.backwards:
-                self._to_unsharded_for(unit, max(unit.backwards))
+                self._to_unsharded(unit, max(unit.backwards))
         if not unit.is_open:
             self.open.remove(self._index[id(unit)])
             self._change_use("backward" if is_in_backward() else "forward")
@@ -167,7 +161,7 @@ class Runner:
         if not was_open:
             bisect.insort(self.open, self._index[id(unit)])
             self._change_use("backward")
-        self._to_unsharded_for(unit, forward)  # checkpoints within the unit recompute parts of its forward
+        self._to_unsharded(unit, forward)  # checkpoints within the unit recompute parts of its forward
 
     def end_backward(self, unit: Unit, forward: int) -> None:
         """Ends the backward of a forward. The unit's last one starts the reduction and closes the unit."""

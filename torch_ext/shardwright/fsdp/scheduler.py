@@ -356,20 +356,20 @@ class Plan:
         self.gathers: dict[int, list[tuple[int, int, bool]]] = {}  # by use: unit, arena offset in bytes, in chunks
         self.releases: dict[int, list[int]] = {}  # by use after which they are released: units
         self.finishes: dict[tuple[int, int], int] = {}  # by unit and use that starts a reduction: its last use
-        buffers, original_of = schedule.buffers, schedule.original_of
-        # By use: units gathered in chunks. Each has a chunked weight in the schedule (chunks.py).
-        self.gathers_in_chunks = [{original_of[w] for w in use[0] if original_of[w] >= 0} for use in schedule.uses]
+        # The unit of each weight of the schedule: the additional weights are chunked weights of the units (chunks.py).
+        unit_of = [weight if unit < 0 else unit for weight, unit in enumerate(schedule.original_of)]
+        # By use: units gathered in chunks.
+        self.gathers_in_chunks = [{unit_of[w] for w in use[0] if unit_of[w] != w} for use in schedule.uses]
         self.reduces_in_chunks: list[set[int]] = [set() for _ in schedule.uses]  # by use: units
         for weight, buffer, start, _, _ in schedule.gathers:
-            is_chunked = original_of[weight] >= 0
-            unit = original_of[weight] if is_chunked else weight
-            self.gathers.setdefault(start, []).append((unit, buffers[buffer][5], is_chunked))
+            gather = unit_of[weight], schedule.buffers[buffer][5], unit_of[weight] != weight
+            self.gathers.setdefault(start, []).append(gather)
         self.copies: dict[int, tuple[int, int]] = {}  # by unit: arena offset of its kept copy, and the copy's last use
-        for unit, is_copy, _, last, _, offset in buffers:
+        for weight, is_copy, _, last, _, offset in schedule.buffers:
             if is_copy:
-                self.copies[unit] = (offset, last)
+                self.copies[weight] = (offset, last)
             else:
-                self.releases.setdefault(last, []).append(original_of[unit] if original_of[unit] >= 0 else unit)
+                self.releases.setdefault(last, []).append(unit_of[weight])
         for unit, first, start, finish, in_chunks in schedule.reductions:
             self.finishes[unit, start] = finish
             for use in range(first, start + 1) if in_chunks else ():

@@ -1,14 +1,16 @@
-"""Units: groups of weights that are gathered together.
+"""Units: groups of weights that are gathered together, like FSDP2's parameter groups.
 
 Terms of this file and of its users:
 
-    open             a forward or a backward of one of the unit's modules runs
-    resident         the gathered weights have memory; a gather may still be in progress
-    arena            the buffer of the model's Runner in which the schedule gives gathered weights addresses
-    held             gathered outside the arena, and not released when a step ends
-    kept copy        a copy in layout `keep` (layouts.py) that a release leaves, for the next gather of the same step
-    kept gradients   full gradients of a backward that does not reduce; a later backward reduces their sum
-    in chunks        gathered chunk by chunk during matmuls, not before the use (chunks.py)
+    open                  a forward or a backward of one of the unit's modules runs
+    resident              the gathered weights have memory; a gather may still be in progress
+    arena                 the buffer of the model's Runner in which the schedule gives gathered weights addresses
+    held                  gathered outside the arena, and not released when a step ends
+    stale                 gathered before the latest write to the parameters
+    refresh               the move from the parameters to the shards that gathers read, if those have another layout
+    kept copy             a copy in layout `keep` (layouts.py) that a release leaves, for the next gather of the step
+    accumulated gradient  full gradient of backwards that do not reduce; a later backward reduces it
+    in chunks             gathered chunk by chunk during matmuls, not before the use (chunks.py)
 """
 
 from __future__ import annotations
@@ -29,13 +31,13 @@ from ..runtime.agreement import MeshWords, Statement
 from . import offload, packing
 from .gather import set_scales
 from .gradients import Reduction
-from .packing import Promise, Together, aligned
+from .packing import DeferredWork, MoveBatch, aligned
 from .weights import DtypesOf, Version, Weight, versions_differ
 
 
 @dataclasses.dataclass
 class UnitOptions:
-    """Options of a unit that users set through the methods of its modules."""
+    """Options of a unit that the methods of its modules set (methods.py)."""
 
     keep_gathered: bool  # keep it gathered from the first use of a step to the last
     keep_between_steps: bool = False  # keep it gathered after a step
@@ -67,7 +69,7 @@ class UnitOptions:
 
 
 def options_key(units: Sequence[Unit]) -> Hashable:
-    """Returns a key of everything users can change between steps that a schedule depends on."""
+    """Returns a key of the options and flags that a schedule depends on, and that users may change between steps."""
 
     def of(unit: Unit) -> Hashable:
         values = (tuple(each) if isinstance(each, list) else each for each in vars(unit.unit_options).values())
@@ -84,7 +86,7 @@ class Unit:
         name: str,
         modules: tuple[nn.Module, ...],
         weights: list[Weight],
-        stays: bool,  # initial value of `UnitOptions.keep_gathered`
+        keep_gathered: bool,  # initial value of that option
         host_copies: offload.HostCopies | None = None,
     ) -> None:
         self.name = name
@@ -94,26 +96,29 @@ class Unit:
         self.forwards: list[int] = []  # numbers of the forwards that are running, innermost last
         self.backwards: set[int] = set()  # numbers of forwards whose backward has begun and not ended
         self.is_resident = False  # gathered, or being gathered
-        self.is_in_graph = False  # the events of the running forward are operators in a compiled graph
-        self.is_called_by_compiled_code = False  # the hooks of the running forward are eager, and their caller is not
-        self.unit_options = UnitOptions(stays)
-        self.chunked_gather: Any = None  # a ChunkedUnit (fsdp/chunks.py) while some weights are gathered in chunks
-        self.chunked_products: Any = None  # a ChunkedUnit while modules have the class that multiplies in chunks
+        self.is_in_graph = False  # the events of the running forward are operators in a compiled graph (graphs.py)
+        self.is_called_by_compiled_code = False  # compiled code called the running forward, but its hooks are eager
+        self.unit_options = UnitOptions(keep_gathered)
+        # This unit's ChunkedUnit (chunks.py), else None: while some weights are gathered in chunks, and while modules
+        # have the class that multiplies in chunks.
+        self.chunked_gather: Any = None
+        self.chunked_products: Any = None
         self._in_arena = False  # its gathered storage is in the shared arena; the next step overwrites it
         self.is_unsharded = False  # gathered by `unshard`, and not used since
         self._is_gathering = False  # a gather is in progress
-        self.is_left_unsharded = False  # modules keep the full parameters between a forward and its backward
-        # Sharded parameters and their versions: those of the latest gather, and those that the kept copy was made from.
+        self.is_left_unsharded = False  # modules keep the unsharded parameters between a forward and its backward
+        # Sharded parameters and their versions at the latest gather, and at the gather that the kept copy is from.
         self._gathered_from: list[Version] = []
         self._kept_from: list[Version] = []
         self.runner: weakref.ref[Any] | None = None  # the Runner of the model, once there is one
-        self.ready_runner: Any = None  # a function that returns the Runner, and makes it if there is none
+        self.ready_runner: Any = None  # function that returns the Runner, and makes it if there is none (api.py)
         for weight in weights:
             weight.unit = weakref.ref(self)
             weight.watch_gradients(functools.partial(_note_gradient, weakref.ref(self)))
 
     @property
     def modules(self) -> list[nn.Module]:
+        """The modules that `sw.fully_shard` was called with."""
         return [module for reference in self._modules if (module := reference()) is not None]
 
     @property
@@ -148,17 +153,17 @@ class Unit:
 
     @property
     def has_accumulated_gradients(self) -> bool:
-        """True if full gradients of an earlier backward wait for a reduction."""
+        """True if a weight has an accumulated gradient."""
         return any(weight.gradients.has_accumulated for weight in self.weights)
 
     @property
     def accumulated_gradient_bytes(self) -> int:
-        """Bytes of full gradients if those of all weights wait for a reduction."""
+        """Bytes of the accumulated gradients of all weights that require gradients."""
         return sum(weight.accumulated_gradient_bytes for weight in self.weights if weight.sharded.requires_grad)
 
     @property
     def keep_bytes(self) -> int:
-        """The bytes that must stay from the first use of a step to the last: gathered weights, or kept copies."""
+        """Bytes that stay allocated from the first use of a step to the last: gathered weights, or kept copies."""
         if self.unit_options.keep_gathered:
             return self.use_bytes
         return sum(aligned(weight.kept_bytes) for weight in self.weights)
@@ -166,8 +171,8 @@ class Unit:
     @property
     def description(self) -> str:
         """A text of all properties that decide the unit's messages, to compare ranks."""
-        stays = "stays gathered after forwards; " if self.unit_options.keep_gathered else ""
-        return stays + "; ".join(weight.description for weight in self.weights)
+        prefix = "stays gathered after forwards; " if self.unit_options.keep_gathered else ""
+        return prefix + "; ".join(weight.description for weight in self.weights)
 
     @property
     def gather_ps(self) -> int:
@@ -184,22 +189,22 @@ class Unit:
         if self.runner is not None and (runner := self.runner()) is not None:
             runner.reductions.note_gather(self)
         self.start_refresh()
-        self.is_resident = self._in_arena = self._is_gathering = True
-        now = self.versions
-        from_kept = bool(self._kept_from) and not versions_differ(self._kept_from, now)
-        self._gathered_from = now
+        self.is_resident = True
+        versions = self.versions
+        from_kept = bool(self._kept_from) and not versions_differ(self._kept_from, versions)
+        self._gathered_from = versions
         self._in_arena = True
         self._is_gathering = True
         scaled = (weight for weight in self.weights if weight.gather.format.needs_amax)
         set_scales(weight.scale_request for weight in scaled if weight.gather.needs_scale(weight.source))
-        together = Together()
+        batch = MoveBatch()
         with contextlib.nullcontext() if self.host_copies is None else self.host_copies.on_h2d_stream():
             for weight in self.weights:
                 if self.chunked_gather is not None and self.chunked_gather.has(weight):
                     continue  # gathered in chunks during the use
-                weight.start_gather(memory, offset_bytes, from_kept, together.of(weight.moves))
+                weight.start_gather(memory, offset_bytes, from_kept, batch.adder(weight.moves))
                 offset_bytes += weight.gathered_bytes
-            together.start(memory[offset_bytes:])
+            batch.start(memory[offset_bytes:])
 
     def start_gather_alone(self) -> None:
         """Starts to gather into newly allocated memory, outside the arena."""
@@ -209,7 +214,7 @@ class Unit:
             self.note_contents()
 
     def save_kept_copy(self, memory: torch.Tensor, offset_bytes: int) -> None:
-        """Copies the parts of gathered weights that are kept after a release, unless the kept copy is up to date."""
+        """Copies the parts of gathered weights that a release keeps to `memory`, unless the kept copy is up to date."""
         if versions_differ(self._kept_from, self._gathered_from):
             for weight in self.weights:
                 weight.save_kept_copy(memory, offset_bytes)
@@ -223,7 +228,7 @@ class Unit:
         self._kept_from = []
 
     def start_refresh(self) -> None:
-        """Starts to refresh the shards that weights are gathered from, if the parameters have other placements."""
+        """Starts to refresh the shards that gathers read, if parameters have another layout and were written."""
         for weight in self.weights:
             weight.start_refresh()
 
@@ -258,10 +263,11 @@ class Unit:
 
     @property
     def versions(self) -> list[Version]:
+        """The current sharded parameters and their versions."""
         return [(weight.sharded, weight.version) for weight in self.weights]
 
     def adopt_changes(self) -> None:
-        """Adopts parameters that users have replaced or frozen between uses."""
+        """Adopts parameters that users have replaced, frozen or unfrozen between uses."""
         for weight in self.weights:
             weight.adopt_changes()
 
@@ -276,7 +282,7 @@ class Unit:
         return all(weight.is_gatherable for weight in self.weights)
 
     def convert(self, dtypes_of: DtypesOf) -> None:
-        """Sets up the weights again whose parameters have another dtype or device. Must be called between steps."""
+        """Sets up again the weights whose parameters have another dtype or device. Must be called between steps."""
         changed = [weight for weight in self.weights if weight.is_converted or weight.has_other_extension]
         if changed:
             self.to_sharded()
@@ -292,7 +298,7 @@ class Unit:
             weight.watch_again()
 
     def release(self) -> None:
-        """Frees the gathered weights. Modules that still have full parameters get their sharded ones."""
+        """Frees the gathered weights, as FSDP2's `reshard` does. Modules get their sharded parameters back."""
         if self.is_left_unsharded:
             self.to_sharded()
         self.finish_gather()
@@ -302,13 +308,13 @@ class Unit:
         self._end_chunked_products()
         self.set_chunked_gather(None)
 
-    def set_chunked_gather(self, chunks: Any) -> None:
-        """Sets the weights that are gathered in chunks from now on; None: no weights."""
+    def set_chunked_gather(self, chunked_unit: Any) -> None:
+        """Makes gathers leave out the weights of a ChunkedUnit, which are gathered in chunks. None: no weights."""
         if self.chunked_gather is not None:
             self.chunked_gather.set_absent(False)
-        self.chunked_gather = chunks
-        if chunks is not None:
-            chunks.set_absent(True)
+        self.chunked_gather = chunked_unit
+        if chunked_unit is not None:
+            chunked_unit.set_absent(True)
 
     def _end_chunked_products(self) -> None:
         """Gives modules that multiply in chunks their former class back."""
@@ -317,7 +323,7 @@ class Unit:
             self.chunked_products = None
 
     def to_unsharded(self, products: Any = None) -> None:
-        """Gives the modules their full parameters; those in `products` (a ChunkedUnit) are multiplied in chunks."""
+        """Gives the modules unsharded parameters; those in `products` (a ChunkedUnit) are multiplied in chunks."""
         if products is not self.chunked_products:
             self._end_chunked_products()
         for weight in self.weights:
@@ -336,16 +342,13 @@ class Unit:
 
     def to_sharded_after_forward(self) -> None:
         """Gives the modules their sharded parameters, unless the unit stays gathered until its backward."""
-        stays = self.unit_options.keep_gathered and not self._is_other_in_use
+        # Modules that compute in chunks or in a graph do not have the unsharded parameters.
+        is_chunked = self.chunked_gather is not None or self.chunked_products is not None
+        stays = self.unit_options.keep_gathered and not self.is_in_graph and not is_chunked
         if stays and torch.is_grad_enabled() and not is_in_backward():
             self.is_left_unsharded = True
         else:
             self.to_sharded()
-
-    @property
-    def _is_other_in_use(self) -> bool:
-        """True if modules do not compute with the full parameters, but with chunks or with tensors of a graph."""
-        return self.is_in_graph or self.chunked_gather is not None or self.chunked_products is not None
 
     def read(self, forward: int) -> None:
         """Gathers the weights, if they are not gathered, for a backward that reads weights saved by this forward.
@@ -363,25 +366,25 @@ class Unit:
         self.ready_runner().begin_backward(self, forward)
 
     def start_reduction(self, weights: Iterable[Weight]) -> Reduction | None:
-        """Starts to reduce the gradients of these weights; a weight without a gradient contributes zeros.
+        """Starts to reduce the gradients of these weights. A weight without a gradient contributes zeros.
 
-        All ranks pass the same weights.
+        All ranks pass the same weights. Returns None if there is nothing to wait for.
         """
         reduction = Reduction([])
-        together = Together()
+        batch = MoveBatch()
         unit_options = self.unit_options
         for weight in weights:
-            how = unit_options.reduces_over_replicas, unit_options.divides_by, together.of(weight.moves)
-            for pending in weight.start_reduction(*how):
+            arguments = unit_options.reduces_over_replicas, unit_options.divides_by, batch.adder(weight.moves)
+            for pending in weight.start_reduction(*arguments):
                 reduction.in_flight.append((unit_options.hooked(weight.add_reduced_gradient), pending))
-        together.start()
+        batch.start()
         for _, pending in reduction.in_flight:
-            if isinstance(pending.work, Promise) and pending.work.is_shared:
+            if isinstance(pending.work, DeferredWork) and pending.work.is_shared:
                 pending.sent = None
         return reduction if reduction.in_flight else None
 
     def accumulate_gradients(self) -> None:
-        """Adds the gradients from autograd to the kept gradients."""
+        """Adds the gradients from autograd to the accumulated gradients."""
         for weight in self.weights:
             weight.accumulate_gradient()
 
@@ -394,11 +397,11 @@ class Unit:
 
     @property
     def has_copies(self) -> bool:
-        """True if a write to parameters would make gathered weights or copied shards stale. Equal on all ranks."""
+        """True if a write to parameters would make gathered weights or held shards stale. Equal on all ranks."""
         return bool(self.weights) and (self.is_resident or any(weight.has_copy for weight in self.weights))
 
     def note_contents(self) -> None:
-        """Notes fingerprints of the parameters that were just gathered, for `was_written`."""
+        """Records fingerprints of the parameters that were just gathered, for `was_written`."""
         for weight in self.weights:
             weight.note_contents()
 
@@ -407,7 +410,7 @@ class Unit:
         return (self.is_resident and self.is_stale) or any(weight.was_written for weight in self.weights)
 
     def forget_copies(self) -> None:
-        """Marks gathered weights and copied shards as stale, so that the next use gathers again."""
+        """Marks gathered weights and held shards as stale, so that the next use gathers again."""
         self._gathered_from = []
         for weight in self.weights:
             weight.forget_copy()
@@ -441,7 +444,7 @@ def gradient_bytes(weights: Sequence[Weight]) -> int:
 
 
 def _note_gradient(unit: weakref.ref[Unit], _: torch.Tensor) -> None:
-    """Hook: autograd has added to the gradient of a gathered weight."""
+    """Hook: autograd has added to the gradient of an unsharded parameter."""
     if (found := unit()) is not None:
         check_no_create_graph(found.name)
         found.ready_runner().note_gradient(found)
@@ -462,7 +465,7 @@ def is_in_backward() -> bool:
 
 
 def forget_written_copies(units: Sequence[Unit], device: torch.device) -> None:
-    """Makes a unit gather again if any rank has written its parameters since they were gathered.
+    """Marks copies of a unit's parameters as stale if any rank has written the parameters since the copies were made.
 
     Versions do not show all writes, such as writes to tensors of a state dict, so fingerprints are compared too.
     Collective among the ranks of the units' meshes if any unit has copies.
