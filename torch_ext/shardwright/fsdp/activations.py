@@ -163,8 +163,7 @@ def _span(tensor: torch.Tensor) -> _Span | None:
 def _local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the local tensor of a DTensor, after its collective has ended; a plain tensor as it is."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    waited: torch.Tensor = local.wait() if isinstance(local, AsyncCollectiveTensor) else local
-    return waited
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
 def _span_of_argument(index: int, tensor: Any, mesh: DeviceMesh) -> _Span | None:

@@ -32,8 +32,8 @@ from .arguments import (
     GIVEN,
     SHARDED,
     Options,
-    Placing,
-    ShardPlacer,
+    ShardingArguments,
+    ShardPlacementFn,
     checked_ignored,
     checked_modules,
     checked_options,
@@ -61,7 +61,7 @@ def fully_shard(
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
-    shard_placement_fn: ShardPlacer | None = None,
+    shard_placement_fn: ShardPlacementFn | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
@@ -125,7 +125,7 @@ def fully_shard(
     data = data_mesh_of(mesh, dp_mesh_dims, options.same_data_dims, device_type, options.placements is not None)
     kept_ranks_of(reshard_after_forward, data)
     host_copies = offload.host_copies_of(offloaded, data.mesh.device_type)
-    placing = Placing(data, shard_placement_fn, options, reshard_after_forward, host_copies is not None)
+    placing = ShardingArguments(data, shard_placement_fn, options, reshard_after_forward, host_copies is not None)
     layouts = [placing.layouts_of(sites[0][2], parameter) for parameter, sites in found]
     dtypes_of = _dtypes_by(policy, options.matmul_format)
     carried = [
@@ -148,7 +148,7 @@ def fully_shard(
         _register(owner, state)
         owner.register_forward_pre_hook(state.before_forward, prepend=True, with_kwargs=True)
         owner.register_forward_hook(state.after_forward, always_call=True)
-    _watch_state_dicts(state)
+    _register_state_dict_hooks(state)
     return module
 
 
@@ -158,7 +158,7 @@ def _register(module: nn.Module, state: _State) -> None:
     module.__dict__.setdefault(STATE_KEY, {})[inspect.unwrap(stock_fully_shard)] = state
 
 
-def _watch_state_dicts(state: _State) -> None:
+def _register_state_dict_hooks(state: _State) -> None:
     """Adds hooks: state dicts see sharded parameters, and loaded ones may have other dtypes or devices."""
     for owner in {owner: None for weight in state.unit.weights for owner, _ in weight.owners}:
         owner.register_state_dict_pre_hook(state.before_state_dict)
@@ -313,7 +313,7 @@ class _State:
         unit, runner = self.unit, self.runner
         if not unit.is_converted or not unit.can_convert:
             return
-        if runner is not None and not runner.open and not _waiting(runner):
+        if runner is not None and not runner.open and not _pending_weights(runner):
             _drop_runner(runner)
         if self.runner is None:
             unit.convert(self.dtypes_of)
@@ -328,7 +328,7 @@ class _State:
         """
         runner = self.runner
         if converts and runner is not None and not runner.open and any(unit.is_converted for unit in runner.units):
-            if waiting := _waiting(runner):
+            if waiting := _pending_weights(runner):
                 raise RuntimeError(
                     f"parameters were converted while the gradient of {waiting[0]} waits for a reduction. Before a "
                     "conversion run a backward that reduces gradients, or call finalize_backward()"
@@ -355,13 +355,13 @@ class _State:
         reads.note_forward(unit, forward)
         if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):  # tree_flatten is slow
             if args[0].requires_grad:
-                args = _AtInputs.apply(functools.partial(runner.end_backward, unit, forward), args[0])  # type: ignore[no-untyped-call]
+                args = _PostBackward.apply(functools.partial(runner.end_backward, unit, forward), args[0])  # type: ignore[no-untyped-call]
             return args, kwargs
         flat, spec = tree_flatten((args, kwargs))
         where = [i for i, value in enumerate(flat) if isinstance(value, torch.Tensor) and value.requires_grad]
         if where:
             end = functools.partial(runner.end_backward, unit, forward)
-            for i, tensor in zip(where, _AtInputs.apply(end, *(flat[i] for i in where)), strict=True):  # type: ignore[no-untyped-call]
+            for i, tensor in zip(where, _PostBackward.apply(end, *(flat[i] for i in where)), strict=True):  # type: ignore[no-untyped-call]
                 flat[i] = tensor
             args, kwargs = tree_unflatten(flat, spec)
         return args, kwargs
@@ -388,7 +388,7 @@ class _State:
         if not is_within_backward and torch.is_grad_enabled():
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(functools.partial(_begin_backward, runner, unit, forward))
+                    tensor.register_hook(functools.partial(_pre_backward, runner, unit, forward))
         return self._cast_output(output)
 
 
@@ -404,14 +404,14 @@ def _runner_of(state: weakref.ref[_State], unit: weakref.ref[Unit]) -> Runner:
     return runner
 
 
-def _begin_backward(runner: Runner, unit: Unit, forward: int, gradient: torch.Tensor) -> None:
+def _pre_backward(runner: Runner, unit: Unit, forward: int, gradient: torch.Tensor) -> None:
     """Hook: a gradient has reached an output of the unit's forward number `forward`."""
     check_no_create_graph(unit.name)
     reads.check_backward(unit, forward)
     runner.begin_backward(unit, forward)
 
 
-class _AtInputs(torch.autograd.Function):
+class _PostBackward(torch.autograd.Function):
     """Returns the tensors, which are inputs of a forward. Its backward calls `end`, and passes their gradients on."""
 
     @staticmethod
@@ -425,7 +425,7 @@ class _AtInputs(torch.autograd.Function):
         return None, *gradients
 
 
-def _waiting(runner: Runner) -> list[str]:
+def _pending_weights(runner: Runner) -> list[str]:
     """Returns the names of weights whose gradients wait for a reduction."""
     return [weight.name for unit in runner.units for weight in unit.weights if weight.gradients.are_pending]
 

@@ -23,13 +23,12 @@ from ..layouts.errors import argument_error
 from ..runtime import argument_checks
 from ..spmd.parameters import as_dtensor
 from .extensions import has_extension, is_subclass
-from .formats import Wire, check_message_format
-from .layouts import Choice, DataMesh, Layouts
+from .formats import MessageFormat, check_message_format
+from .layouts import ChosenPlacements, DataMesh, Layouts
 from .methods import ATTRIBUTE, ShardedModule, original_class
 
 # A function of a parameter that returns its placements on all data-parallel mesh dims, or None for the default.
-
-Placer = Callable[[nn.Parameter], Sequence[Placement] | None]
+PlacementFn = Callable[[nn.Parameter], Sequence[Placement] | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,11 +69,11 @@ class Options:
         ValueError: a value is not allowed.
     """
 
-    placements: Placer | None = None
-    store_placements: Placer | None = None
-    kept_placements: Placer | None = None
+    placements: PlacementFn | None = None
+    store_placements: PlacementFn | None = None
+    kept_placements: PlacementFn | None = None
     same_data_dims: Sequence[str | int] | None = None
-    message_format: Wire | Callable[[nn.Parameter], Wire] = None
+    message_format: MessageFormat | Callable[[nn.Parameter], MessageFormat] = None
     matmul_format: str | None = None
     memory_limit: int | None = None
     prefetch: int | str = "auto"
@@ -119,23 +118,23 @@ def _is_count(value: Any) -> bool:
 # ---- meshes and placements
 
 # A function that returns a Shard, None, or torch's ShardPlacementResult (torch 2.15).
-ShardPlacer = Callable[[nn.Parameter], Any]
+ShardPlacementFn = Callable[[nn.Parameter], Any]
 
 
-class Placing(NamedTuple):
+class ShardingArguments(NamedTuple):
     """The checked arguments of `sw.fully_shard` that decide how parameters are sharded."""
 
     data: DataMesh
-    shard_placement_fn: ShardPlacer | None
+    shard_placement_fn: ShardPlacementFn | None
     options: Options
     reshard_after_forward: Any
-    takes_host: bool = False  # accept parameters in host memory for a mesh of another device type
+    allows_host: bool = False  # parameters may be in host memory although the mesh has another device type
 
     def layouts_of(self, name: str, parameter: nn.Parameter) -> Layouts:
         """Returns the layouts of a parameter. Raises ValueError if the arguments do not fit it."""
         shard, chosen = self._shard_of(name, parameter)
-        takes_host = self.takes_host and parameter.device.type == "cpu"
-        if parameter.device.type not in (chosen.mesh.device_type, "meta") and not takes_host:
+        allows_host = self.allows_host and parameter.device.type == "cpu"
+        if parameter.device.type not in (chosen.mesh.device_type, "meta") and not allows_host:
             raise argument_error(name, f"on the device type of mesh ({chosen.mesh.device_type})", parameter.device)
         parameter = as_dtensor(name, parameter, chosen.own_mesh, chosen.own)
         data = _own_data_of(chosen, name, parameter)
@@ -143,7 +142,8 @@ class Placing(NamedTuple):
         shards = self._chosen("placements", name, parameter, count)
         keep = self._chosen("kept_placements", name, parameter, count)
         store = self._chosen("store_placements", name, parameter, count)
-        choice = Choice(_placed(shard, parameter, data) if shards is None else shards, store, keep)
+        placements = _default_placements(shard, parameter, data) if shards is None else shards
+        choice = ChosenPlacements(placements, store, keep)
         keep_ranks = kept_ranks_of(self.reshard_after_forward, data)
         if keep is None and keep_ranks is not None:
             if shards is not None:
@@ -192,7 +192,7 @@ class Placing(NamedTuple):
         Args:
             count: number of data-parallel mesh dims.
         """
-        function: Placer | None = getattr(self.options, argument)
+        function: PlacementFn | None = getattr(self.options, argument)
         chosen = None if function is None else function(parameter)
         if chosen is None:
             return None
@@ -227,11 +227,11 @@ def _own_data_of(data: DataMesh, name: str, parameter: nn.Parameter) -> DataMesh
     return data
 
 
-def _placed(shard: Shard | None, parameter: nn.Parameter, data: DataMesh) -> list[Placement]:
-    """Returns the default placements: sharded over mesh dim `data.cut`, replicated over other data-parallel dims."""
-    cuts = [parameter.ndim > 0 and mesh_dim == data.cut for mesh_dim in data.data_dims]
+def _default_placements(shard: Shard | None, parameter: nn.Parameter, data: DataMesh) -> list[Placement]:
+    """Returns the default placements: sharded over `data.shard_mesh_dim`, replicated over other data-parallel dims."""
     dim = (0 if shard is None else shard.dim) % max(parameter.ndim, 1)
-    return [Shard(dim) if cut else Replicate() for cut in cuts]
+    shard_mesh_dim = data.shard_mesh_dim if parameter.ndim > 0 else None
+    return [Shard(dim) if mesh_dim == shard_mesh_dim else Replicate() for mesh_dim in data.data_dims]
 
 
 def data_mesh_of(mesh: Any, dp_mesh_dims: Any, same_data_dims: Any, device_type: str, has_placements: bool) -> DataMesh:
@@ -259,7 +259,7 @@ def data_mesh_of(mesh: Any, dp_mesh_dims: Any, same_data_dims: Any, device_type:
 
 
 def _named_dims(mesh: DeviceMesh, dims: Any) -> DataMesh:
-    """Returns the mesh for DTensors on `mesh` with dp_mesh_dims. As in FSDP2, several `shard` dims are flattened."""
+    """Returns the mesh for DTensors on `mesh` with dp_mesh_dims. As in FSDP2, several `shard` dims become one dim."""
     if not hasattr(dims, "shard") or not hasattr(dims, "replicate"):
         raise ValueError(
             "dp_mesh_dims must be torch's DataParallelMeshDims, or an object with its attributes shard and replicate, "
@@ -277,35 +277,38 @@ def _named_dims(mesh: DeviceMesh, dims: Any) -> DataMesh:
     at = names.index(shard[0])
     if names[at : at + len(shard)] != shard:
         raise argument_error("shard of dp_mesh_dims", f"adjacent dims of {names}, in order", repr(dims.shard))
-    parts: list[tuple[DeviceMesh, int | None]] = []
-    cut = 0
+    parts: list[tuple[DeviceMesh, int | None]] = []  # submeshes of one dim, each with its item of `DataMesh.own`
+    shard_mesh_dim = 0
     for dim, name in enumerate(names):
         if name == shard[0]:
             if replicate:
-                parts.append((_as_one(mesh, replicate), None))
-            cut = len(parts)
-            parts.append((_as_one(mesh, shard), None))
+                parts.append((_flattened_submesh(mesh, replicate), None))
+            shard_mesh_dim = len(parts)
+            parts.append((_flattened_submesh(mesh, shard), None))
         elif name not in shard and name not in replicate:
             parts.append((mesh[name], dim))
     flattened = DeviceMesh._concatenate([part for part, _ in parts])
-    return DataMesh(flattened, tuple(dim for _, dim in parts), cut, own_mesh=mesh)
+    return DataMesh(flattened, tuple(dim for _, dim in parts), shard_mesh_dim, own_mesh=mesh)
 
 
 def _names(names: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Returns a tuple of names, from None, one name or several."""
+    """Returns an attribute of dp_mesh_dims (None, one name or several) as a tuple."""
     return () if names is None else (names,) if isinstance(names, str) else tuple(names)
 
 
-def _as_one(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+def _flattened_submesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     """Returns the submesh of these mesh dims, flattened to one dim."""
     return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
 
 
 def kept_ranks_of(reshard_after_forward: Any, data: DataMesh) -> int | None:
-    """Returns the number of ranks that share a kept copy; None for True, False and None. Raises ValueError else."""
+    """Returns an integer reshard_after_forward, the number of ranks that share a kept copy; else None.
+
+    Raises ValueError unless it is True, False, None or a divisor of the number of ranks that shard a parameter.
+    """
     if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
         return None
-    size = 1 if data.cut is None else data.mesh.size(data.cut)
+    size = 1 if data.shard_mesh_dim is None else data.mesh.size(data.shard_mesh_dim)
     if not isinstance(reshard_after_forward, int) or reshard_after_forward < 1 or size % reshard_after_forward != 0:
         allowed = f"True, False, None or a divisor of {size}, the number of ranks that shard a parameter"
         raise argument_error("reshard_after_forward", allowed, repr(reshard_after_forward))
@@ -314,8 +317,8 @@ def kept_ranks_of(reshard_after_forward: Any, data: DataMesh) -> int | None:
 
 # ---- modules and parameters
 
-# Attributes that mark parameters of units. GIVEN: the parameter that was passed in; other modules may still have it.
-# SHARDED: the DTensor that took its place, unless it was replaced or converted since.
+# Attributes that mark parameters of units. GIVEN marks the parameter that was passed in, which other modules may still
+# have. SHARDED marks the DTensor that took its place; a replaced or converted parameter has no mark.
 GIVEN, SHARDED = "_shardwright_given", "_shardwright_sharded"
 
 
@@ -345,7 +348,7 @@ def checked_modules(value: Any) -> tuple[nn.Module, ...]:
     return modules
 
 
-Site = tuple[nn.Module, str, str]  # of a parameter: owning module, name in it, full name
+Site = tuple[nn.Module, str, str]  # a place of a parameter: owning module, name in it, full name
 
 
 def checked_ignored(value: Any) -> set[int]:
@@ -359,11 +362,11 @@ def checked_ignored(value: Any) -> set[int]:
 
 
 def parameters_of(modules: tuple[nn.Module, ...], ignored: set[int]) -> list[tuple[nn.Parameter, list[Site]]]:
-    """Returns the parameters that belong to no unit yet, each with its sites."""
+    """Returns the parameters that belong to no unit yet, each with its sites. `ignored`: ids of parameters."""
     found: dict[int, tuple[nn.Parameter, list[Site]]] = {}
     visited: set[int] = set()
-    inner = (getattr(each, ATTRIBUTE, None) for root in modules for each in root.modules())
-    units = {id(state): state.unit for state in inner if state is not None}
+    states = (getattr(each, ATTRIBUTE, None) for root in modules for each in root.modules())
+    units = {id(state): state.unit for state in states if state is not None}
     # Modules under torch's `replicate` are skipped, as in FSDP2.
     others = (each for root in modules for each in root.modules() if "replicate" in (_get_registry(each) or {}))
     visited |= {id(inner) for other in others for inner in other.modules()}

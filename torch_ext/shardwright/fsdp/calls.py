@@ -109,8 +109,7 @@ def _with_items(value: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
         return items
     try:
         if getattr(value, "__dict__", None) is value:  # attributes and items are one dict; a copy would separate them
-            copied: dict[Any, Any] = type(value)(items)  # type: ignore[call-arg]
-            return copied
+            return type(value)(items)  # type: ignore[call-arg]
         copied = copy.copy(value)
         for key, each in items.items():
             copied[key] = each

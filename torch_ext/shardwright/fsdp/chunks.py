@@ -4,6 +4,10 @@ A unit that is gathered in chunks gathers its other weights, such as biases, bef
 modules have another class, whose forward multiplies by each chunk when it is received. If such a weight is read in
 another way, it is gathered in full at that moment.
 
+Example: a weight [8, 4] is sharded by rows over two ranks, and transferred in eight chunks of one row. Each row gives
+one column of ``y = x @ weight.T``. Rank 0 computes columns 0 to 3 from its own rows, and columns 4 to 7 from the rows
+that it receives one by one from rank 1. It holds two chunks at a time instead of the weight.
+
 In backwards, an autograd function does the same. The gradient of the input is a matmul with the weight, whose rows are
 received in chunks. The gradient of the weight is a matmul whose result rows are sent in chunks, to be reduced. So in
 steps whose backward has chunks, the modules have that class in forwards too.
@@ -46,22 +50,23 @@ def is_linear(module: nn.Module) -> bool:
     return type(module).forward in (nn.Linear.forward, linear_forward) and "forward" not in vars(module)
 
 
-OWN_FORWARD = "_shardwright_product"  # attribute of a module: the forward that replaces `nn.Linear.forward`
+# Attribute of a Linear module that is a unit: the function that its forward calls, if not `nn.Linear.forward`.
+OWN_FORWARD = "_shardwright_product"
 
 
 def linear_forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
-    """The forward of a Linear module that is a unit: `nn.Module` looks it up before hooks change its class."""
+    """The forward of a Linear module that is a unit. It looks up OWN_FORWARD, because `nn.Module` looks up the forward
+    of the class before hooks change the class."""
     forward = self.__dict__.get(OWN_FORWARD, nn.Linear.forward)
-    y: torch.Tensor = forward(self, input)
-    return y
+    return forward(self, input)
 
 
-_LEAST_CHUNKS = 8  # minimum number of chunks; with fewer ranks, each rank's shard is divided
+_MIN_CHUNKS = 8  # minimum number of chunks; if there are fewer ranks, each rank's shard is divided
 _MAX_CALLS = 64  # maximum number of cached programs of a matmul, one for each number of rows
 
 
 class ChunkedProduct:
-    """A matmul of which one operand or the result is transferred in chunks.
+    """A matmul that receives one operand in chunks, or sends its result in chunks.
 
     Its program depends on the number of rows of the input, but its transfers do not. So ranks may have different
     numbers of rows. `make(rows, has_bias)` returns the matmul for a number of rows.
@@ -72,10 +77,10 @@ class ChunkedProduct:
         self._make = make
         matmul = make(1, False)  # for one row; transfers are the same for any number of rows
         ranks = matmul.num_partners  # number of ranks that exchange chunks
-        self.schedule = _planner.Schedule("ring", ranks * -(-_LEAST_CHUNKS // ranks))
+        self.schedule = _planner.Schedule("ring", ranks * -(-_MIN_CHUNKS // ranks))
         self._model = tables.current.gemm_model(device_type, matmul.plan.src.dtype)
-        self.transfer_ps = int(matmul.timeline(self.schedule, self._model)["communication_ps"])  # time of all chunks
-        self.result_bytes = matmul.peak_bytes(self.schedule, matmul.plan.src.mesh.ranks[0])  # the largest of all ranks
+        self.transfer_ps = int(matmul.timeline(self.schedule, self._model)["communication_ps"])  # of all chunks
+        self.peak_bytes = matmul.peak_bytes(self.schedule, matmul.plan.src.mesh.ranks[0])  # the most of any rank
         self._calls: dict[tuple[int, bool], Call] = {}  # by number of rows and has_bias
 
     @property
@@ -96,40 +101,43 @@ class ChunkedProduct:
 
 
 class ChunkedWeight:
-    """A weight that may be gathered in chunks, and whose gradient may be reduced in chunks."""
+    """A weight that may be gathered in chunks, and whose gradient may be reduced in chunks.
+
+    `weight_gradient_product` is None if the gradient can only be reduced in full.
+    """
 
     def __init__(self, weight: Weight, plan: _planner.Plan) -> None:
-        device_type = weight.memory.device.type
         self.weight = weight
         self.plan = plan  # the gather of the weight
-        self.gathered = ChunkedProduct(weight.mesh, device_type, functools.partial(_forward, plan))
-        self.gathered_backwards = ChunkedProduct(weight.mesh, device_type, functools.partial(_backward, plan))
-        reduced = _reduction_of(weight)
-        self.reduced = (
-            None if reduced is None else ChunkedProduct(weight.mesh, device_type, functools.partial(_gradient, reduced))
-        )
+        where = weight.mesh, weight.memory.device.type
+        self.forward_product = ChunkedProduct(*where, functools.partial(_forward_matmul, plan))
+        self.input_gradient_product = ChunkedProduct(*where, functools.partial(_input_gradient_matmul, plan))
+        reduction, self.weight_gradient_product = _reduction_of(weight), None
+        if reduction is not None:
+            self.weight_gradient_product = ChunkedProduct(*where, functools.partial(_weight_gradient_matmul, reduction))
         self.is_absent = False  # it is gathered in chunks during matmuls, not before the use
-        self.was_read = False  # a module has read it other than by a matmul in this step
+        self.was_read = False  # it was read other than by a matmul in this step
         self.num_products = 0  # number of matmuls in forwards since the step began
         self.reduces = False  # the running backward reduces its gradient in chunks
         self._is_full = False  # it was gathered in full although `is_absent`
 
     @property
     def module(self) -> Any:
+        """The Linear module that has the weight."""
         return self.weight.owners[0][0]
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of two chunks, which exist at a time, on the rank with the largest chunks."""
+        """Bytes of two chunks, as many as exist at a time, on the rank with the largest chunks."""
         rows, columns = self.plan.src.local_shape(self.plan.src.mesh.ranks[0])
-        shares = self.gathered.num_chunks * rows // self.plan.src.shape[0] if rows else 1
-        return int(2 * -(-rows // max(shares, 1)) * columns * self.weight.unsharded.itemsize)
+        chunks_of_shard = self.forward_product.num_chunks * rows // self.plan.src.shape[0] if rows else 1
+        return int(2 * -(-rows // max(chunks_of_shard, 1)) * columns * self.weight.unsharded.itemsize)
 
     def begin(self) -> None:
         """Makes the module multiply by this weight in chunks from now on."""
         if "_chunks" not in vars(self.module):
             original: Any = type(self.module)
-            self.module.__class__ = _in_chunks(original)
+            self.module.__class__ = _chunked_class(original)
             self.module.__dict__.update({"_chunks": self, OWN_FORWARD: _LinearInChunks.forward})
 
     def end(self) -> None:
@@ -139,16 +147,17 @@ class ChunkedWeight:
             self.module.__class__ = type(self.module).__mro__[2]
 
     def set_absent(self, is_absent: bool) -> None:
+        """Sets whether the weight is gathered in chunks, and not before the use, from now on."""
         self.is_absent = is_absent
         self._is_full = False
 
     @property
-    def comes_in_chunks(self) -> bool:
+    def is_received_in_chunks(self) -> bool:
         """True if matmuls receive the weight in chunks, because it was not gathered in full."""
         return self.is_absent and not self._is_full
 
-    def multiplies(self, x: Any, bias: Any) -> bool:
-        """Returns true if this matmul can take the weight in chunks. Equal on all ranks if their modules are equal."""
+    def can_multiply(self, x: Any, bias: Any) -> bool:
+        """Returns true if ``x @ weight.T + bias`` can take the weight in chunks. Ranks with equal modules agree."""
         full = self.weight.unsharded
         operands = [x] if bias is None else [x, bias]
         fit = all(type(t) in (torch.Tensor, nn.Parameter) and t.dtype == full.dtype for t in operands)
@@ -160,38 +169,38 @@ class ChunkedWeight:
             self.gather_full()
         else:
             self.num_products += 1
-        if not self.comes_in_chunks:
+        if not self.is_received_in_chunks:
             return F.linear(x, self.weight.unsharded, bias)
         rows = _rows(x.detach())
         inputs = [self._part(), rows] if bias is None else [self._part(), rows, bias.detach()]
-        y = self.gathered(inputs, rows.shape[0], bias is not None)
+        y = self.forward_product(inputs, rows.shape[0], bias is not None)
         return y.view(*x.shape[:-1], y.shape[-1])
 
     def input_gradient(self, dy: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
-        """Returns dy @ weight. `full`: the full weight, read only if it was gathered in full."""
-        if not self.comes_in_chunks:
+        """Returns dy @ weight. `full`: the unsharded parameter, which has memory if it was gathered in full."""
+        if not self.is_received_in_chunks:
             return dy.matmul(full)
         rows = _rows(dy)
-        dx = self.gathered_backwards([self._part(), rows], rows.shape[0])
+        dx = self.input_gradient_product([self._part(), rows], rows.shape[0])
         return dx.view(*dy.shape[:-1], dx.shape[-1])
 
     def gradient(self, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
-        """Returns the gradient of the full weight; None if it was reduced in chunks."""
-        if not self.reduces or self.reduced is None:
+        """Returns dy.T @ x, the full gradient of the weight; None if it was reduced in chunks."""
+        if not self.reduces or self.weight_gradient_product is None:
             return _rows(dy).t().mm(_rows(x))
         rows = _rows(x)
-        self.weight.gradients.add_reduced_in_chunks(self.reduced([_rows(dy), rows], rows.shape[0]))
+        self.weight.gradients.add_reduced_in_chunks(self.weight_gradient_product([_rows(dy), rows], rows.shape[0]))
         return None
 
     def read(self) -> nn.Parameter:
-        """Returns the full weight, for a read other than a matmul. If absent, gathers it until the unit is released."""
+        """Returns the full weight, for a read other than a matmul. An absent weight is gathered for the entire use."""
         self.was_read = True
         self.gather_full()
         return self.weight.unsharded
 
     def gather_full(self) -> None:
         """Gathers an absent weight in full, into newly allocated memory."""
-        if self.comes_in_chunks:
+        if self.is_received_in_chunks:
             self._is_full = True
             weight = self.weight
             with torch.no_grad():
@@ -210,14 +219,14 @@ class ChunkedUnit:
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
-        found = [_chunked(weight) for weight in unit.weights]
+        found = [_chunked_weight_of(weight) for weight in unit.weights]
         self.weights = [each for each in found if each is not None]
-        self._had: set[int] = set()  # indices of weights that had a full gradient at the last call of `new_gradients`
+        self._had_gradient: set[int] = set()  # indices of the weights with a full gradient at the last `new_gradients`
 
     def schedule_entry(
         self, in_backwards: bool, reduces: bool, computed: Sequence[tuple[int, int]]
     ) -> tuple[Any, ...] | None:
-        """Returns the sizes and times that `StepSchedule` takes as a chunked weight; None if nothing may be in chunks.
+        """Returns the sizes and times of the unit's chunked weight, for `StepSchedule`; None if it may have no chunks.
 
         Args:
             in_backwards: weights may be gathered in chunks in backwards.
@@ -233,35 +242,41 @@ class ChunkedUnit:
             use_bytes(others),
             gather_cost(others).ps,
             max(each.chunk_bytes for each in self.weights),
-            sum(each.gathered.transfer_ps for each in self.weights),
-            min(each.gathered.num_chunks for each in self.weights),
+            sum(each.forward_product.transfer_ps for each in self.weights),
+            min(each.forward_product.num_chunks for each in self.weights),
             in_backwards,
             self._reduction(computed) if reduces and self.may_reduce else ([], 0, 0),
         )
 
     def _reduction(self, computed: Sequence[tuple[int, int]]) -> tuple[list[tuple[int, int, int]], int, int]:
-        """Returns three values: for each matmul the time of all chunks, the time of one chunk, and the use or -1 if it
-        is unknown; the time to reduce the gradients that are not in chunks; the bytes of all gradients."""
-        reduced = {i: e.reduced for i, e in enumerate(self.weights) if e.weight.sharded.requires_grad and e.reduced}
-        ours = [self.weights[i].weight for i in reduced]
+        """Returns the reductions in chunks, as a chunked weight has them.
+
+        Returns a list with an item for each matmul (time of all chunks, time of one chunk, use; -1 if it is unknown),
+        the time to reduce the gradients that are not in chunks, and the bytes of all gradients.
+        """
         trained = [weight for weight in self.unit.weights if weight.sharded.requires_grad]
-        others = [weight for weight in trained if not any(weight is each for each in ours)]
-        uses = {i: [use for which, use in computed if which == i] or [-1] for i in reduced}
-        products = [(p.transfer_ps, p.transfer_ps // p.num_chunks, use) for i, p in reduced.items() for use in uses[i]]
-        most = max((p.result_bytes for p in reduced.values()), default=0)
-        return products, reduce_cost(others).ps, most + gradient_bytes(others)
+        items, most_bytes = [], 0
+        for i, each in enumerate(self.weights):
+            product = each.weight_gradient_product
+            if product is not None and each.weight.sharded.requires_grad:
+                trained.remove(each.weight)
+                uses = [use for which, use in computed if which == i] or [-1]
+                items += [(product.transfer_ps, product.transfer_ps // product.num_chunks, use) for use in uses]
+                most_bytes = max(most_bytes, product.peak_bytes)
+        return items, reduce_cost(trained).ps, most_bytes + gradient_bytes(trained)
 
     def new_gradients(self) -> list[int]:
-        """Returns the indices of `weights` that have got a full gradient since the last call."""
-        had, self._had = self._had, {i for i, e in enumerate(self.weights) if e.weight.unsharded.grad is not None}
-        return sorted(self._had - had)
+        """Returns the indices of the weights that have got a full gradient since the last call."""
+        had = self._had_gradient
+        self._had_gradient = {i for i, e in enumerate(self.weights) if e.weight.unsharded.grad is not None}
+        return sorted(self._had_gradient - had)
 
     @property
     def may_reduce(self) -> bool:
         """True if a reduction in chunks gives the same gradients as a reduction after the backward."""
         unit_options = self.unit.unit_options
-        is_usual = unit_options.reduces and unit_options.reduces_over_replicas and unit_options.divides_by is None
-        return is_usual and not any(weight.gradients.are_pending for weight in self.unit.weights)
+        is_default = unit_options.reduces and unit_options.reduces_over_replicas and unit_options.divides_by is None
+        return is_default and not any(weight.gradients.are_pending for weight in self.unit.weights)
 
     def begin(self) -> None:
         """Makes the Linear modules multiply in chunks from now on."""
@@ -274,14 +289,14 @@ class ChunkedUnit:
             each.end()
 
     def set_absent(self, is_absent: bool) -> None:
-        """Sets for all weights whether they are gathered in chunks, and not in full, from now on."""
+        """Sets for all weights whether they are gathered in chunks, and not before the use, from now on."""
         for each in self.weights:
             each.set_absent(is_absent)
 
-    def gather_full(self, which_were_read: bool = False) -> None:
-        """Gathers the absent weights in full; with `which_were_read`, only those that were read in this step."""
+    def gather_full(self, only_read: bool = False) -> None:
+        """Gathers the absent weights in full; with `only_read`, only those with `was_read`."""
         for each in self.weights:
-            if each.was_read or not which_were_read:
+            if each.was_read or not only_read:
                 each.gather_full()
 
     def begin_step(self) -> None:
@@ -289,7 +304,7 @@ class ChunkedUnit:
         for each in self.weights:
             each.was_read = each.reduces = False
             each.num_products = 0
-        self._had = set()
+        self._had_gradient = set()
 
     def begin_backward(self, reduces: bool) -> None:
         """Decides which gradients are reduced in chunks, if `reduces`.
@@ -322,32 +337,36 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1, tensor.shape[-1])
 
 
-# Matmuls whose weight [n, k] is gathered, or whose weight gradient is reduced, by a plan. `rows`: rows m of the input.
+# The three matmuls of a Linear with a weight [n, k], for an input of m = `rows` rows. `plan` is the gather of the
+# weight, or the reduction of its gradient.
 
 
-def _forward(plan: _planner.Plan, rows: int, has_bias: bool) -> _planner.Matmul:
+def _forward_matmul(plan: _planner.Plan, rows: int, has_bias: bool) -> _planner.Matmul:
     """y = x @ weight.T: chunks of the weight give columns of y."""
-    return _planner.Matmul.gather(plan, [("nk,mk->mn", _uncut(plan, rows, 1), has_bias)])
+    return _planner.Matmul.gather(plan, [("nk,mk->mn", _rows_layout(plan, rows, 1), has_bias)])
 
 
-def _backward(plan: _planner.Plan, rows: int, _: bool) -> _planner.Matmul:
+def _input_gradient_matmul(plan: _planner.Plan, rows: int, _: bool) -> _planner.Matmul:
     """dx = dy @ weight: chunks of the weight give summands of dx."""
-    return _planner.Matmul.gather(plan, [("nk,mn->mk", _uncut(plan, rows, 0), False)])
+    return _planner.Matmul.gather(plan, [("nk,mn->mk", _rows_layout(plan, rows, 0), False)])
 
 
-def _gradient(plan: _planner.Plan, rows: int, _: bool) -> _planner.Matmul:
+def _weight_gradient_matmul(plan: _planner.Plan, rows: int, _: bool) -> _planner.Matmul:
     """dw = dy.T @ x: each chunk of rows of dw is sent once it is computed."""
-    return _planner.Matmul.scatter(plan, [("mn,mk->nk", _uncut(plan, rows, 0), _uncut(plan, rows, 1))])
+    return _planner.Matmul.scatter(plan, [("mn,mk->nk", _rows_layout(plan, rows, 0), _rows_layout(plan, rows, 1))])
 
 
-def _uncut(plan: _planner.Plan, rows: int, dim: int) -> Layout:
-    """Returns the layout of [rows, weight size along `dim`]: replicated, although each rank has its own rows."""
+def _rows_layout(plan: _planner.Plan, rows: int, dim: int) -> Layout:
+    """Returns the layout of [rows, size of the weight along `dim`]: R, although each rank has its own rows."""
     mesh = plan.src.mesh
     return Layout(mesh, [rows, plan.src.shape[dim]], ["R"] * mesh.ndim, plan.src.dtype)
 
 
-def _chunked(weight: Weight) -> ChunkedWeight | None:
-    """Returns the chunked weight; None unless one `nn.Linear` has the weight, sharded by rows and gathered in place."""
+def _chunked_weight_of(weight: Weight) -> ChunkedWeight | None:
+    """Returns the weight as a ChunkedWeight.
+
+    Returns None unless one `nn.Linear` has it, it is sharded by rows, and it is gathered without a conversion.
+    """
     module, name = weight.owners[0]
     if len(weight.owners) > 1 or name != "weight" or not is_linear(module):
         return None
@@ -358,7 +377,7 @@ def _chunked(weight: Weight) -> ChunkedWeight | None:
         return None
     (src,), (dst,) = weight.gather.format.layouts(weight.shards), weight.gather.format.layouts(weight.use)
     plan = executables.make_plan(src, dst, weight.memory.device.type)
-    return None if _forward(plan, 1, False).why_only_serial is not None else ChunkedWeight(weight, plan)
+    return None if _forward_matmul(plan, 1, False).why_only_serial is not None else ChunkedWeight(weight, plan)
 
 
 def _reduction_of(weight: Weight) -> _planner.Plan | None:
@@ -368,7 +387,7 @@ def _reduction_of(weight: Weight) -> _planner.Plan | None:
         return None
     src, dst = with_dtype(weight.layouts.usual_gradient, dtypes.use), with_dtype(weight.store, dtypes.use)
     plan = executables.make_plan(src, dst, weight.memory.device.type)
-    matmul = _gradient(plan, 1, False)
+    matmul = _weight_gradient_matmul(plan, 1, False)
     return None if matmul.why_only_serial is not None or plan.steps[0].op != "reduce_scatter" else plan
 
 
@@ -379,10 +398,9 @@ class _LinearInChunks(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         chunks = self._chunks
-        if not chunks.multiplies(input, self.bias):
+        if not chunks.can_multiply(input, self.bias):
             return F.linear(input, self.weight, self.bias)
-        y: torch.Tensor = _Multiply.apply(input, chunks.weight.unsharded, self.bias, chunks)  # type: ignore[no-untyped-call]
-        return y
+        return _Multiply.apply(input, chunks.weight.unsharded, self.bias, chunks)  # type: ignore[no-untyped-call]
 
     @property
     def weight(self) -> nn.Parameter:  # type: ignore[override]
@@ -390,15 +408,15 @@ class _LinearInChunks(nn.Linear):
 
 
 @functools.cache
-def _in_chunks(original: type) -> type:
-    """Returns the subclass of a module's class that multiplies in chunks."""
+def _chunked_class(original: type) -> type:
+    """Returns the subclass of a Linear module's class that multiplies in chunks."""
     return type(original.__name__, (_LinearInChunks, original), {})
 
 
 class _Multiply(torch.autograd.Function):
     """`F.linear`, in chunks in the uses for which the schedule has chunks.
 
-    Autograd saves `full`, the full weight, also if it is absent: an absent weight has no memory.
+    Autograd saves `full`, the unsharded parameter. This takes no memory if the weight is absent.
     """
 
     @staticmethod

@@ -46,7 +46,7 @@ def is_subclass(local: torch.Tensor) -> bool:
 
 
 def as_plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a plain copy of a tensor of a subclass; a plain tensor as it is. Uses FSDP2's operator: copy_."""
+    """Returns a plain copy of a tensor of a subclass; a plain tensor as it is. Uses copy_, as FSDP2 does."""
     if not is_subclass(tensor):
         return tensor
     plain = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
@@ -54,9 +54,9 @@ def as_plain(tensor: torch.Tensor) -> torch.Tensor:
     return plain
 
 
-def cut(local: torch.Tensor, layouts: Layouts) -> torch.Tensor:
-    """Returns this rank's shard of a tensor subclass. Uses FSDP2's operators: chunk, new_zeros, narrow, copy_."""
-    dim, count, index = _cut_of(layouts)
+def shard(local: torch.Tensor, layouts: Layouts) -> torch.Tensor:
+    """Returns this rank's shard of a tensor subclass. Uses chunk, new_zeros, narrow and copy_, as FSDP2 does."""
+    dim, count, index = _sharding_of(layouts)
     chunks = torch.chunk(local, count, dim)
     size = chunks[index].size(dim) if index < len(chunks) else 0
     part = local.new_zeros(chunks[0].size())
@@ -65,9 +65,9 @@ def cut(local: torch.Tensor, layouts: Layouts) -> torch.Tensor:
     return part.narrow(dim, 0, size)
 
 
-def _cut_of(layouts: Layouts) -> tuple[int, int, int]:
-    """Returns the sharded tensor dim, the number of shards, and the index of this rank's shard."""
-    mesh, at = layouts.mesh, layouts.data.cut
+def _sharding_of(layouts: Layouts) -> tuple[int, int, int]:
+    """Returns the tensor dim that is sharded, the number of shards, and the index of this rank's shard."""
+    mesh, at = layouts.mesh, layouts.data.shard_mesh_dim
     if at is None or isinstance(layouts.placements[at], Replicate):
         return 0, 1, 0
     return layouts.placements[at].dim, mesh.size(at), mesh.get_local_rank(at)  # type: ignore[attr-defined]
@@ -76,7 +76,7 @@ def _cut_of(layouts: Layouts) -> tuple[int, int, int]:
 def check(name: str, layouts: Layouts, is_plain_policy: bool) -> None:
     """Raises ValueError for arguments that only plain tensors support."""
     data = layouts.data
-    others = [p for i, p in enumerate(layouts.placements) if i in data.data_dims and i != data.cut]
+    others = [p for i, p in enumerate(layouts.placements) if i in data.data_dims and i != data.shard_mesh_dim]
     if layouts.store is not layouts.shards or layouts.kept is not None or any(p != Replicate() for p in others):
         raise ValueError(
             f"{name} must be sharded along one mesh dim, because it has fsdp_pre_all_gather. Leave out "
@@ -125,7 +125,7 @@ class Extension:
         self._metadata: Any = None  # result of fsdp_pre_all_gather, for fsdp_post_all_gather
         self._works: list[Any] = []  # by output: its move in progress; None if done
         self._is_made = False  # the first gather has made the full weight
-        self.when_read = ""  # the text of the error that a read of released memory raises
+        self.read_error = ""  # text of the error that a read of released memory raises
 
     @property
     def output_bytes(self) -> list[int]:
@@ -143,7 +143,7 @@ class Extension:
         inputs, self._metadata = self._pre_all_gather(self._part)
         self._sent = [as_plain(each).contiguous() for each in inputs]
         self._check_sizes([(each.size(), each.dtype) for each in self._sent])
-        at, count = self._layouts.data.cut, _cut_of(self._layouts)[1]
+        at, count = self._layouts.data.shard_mesh_dim, _sharding_of(self._layouts)[1]
         if not self._outputs:
             self._outputs = [each.new_empty(each.numel() * count) for each in self._sent]
         else:
@@ -165,7 +165,8 @@ class Extension:
     def _pre_all_gather(self, part: Any) -> Any:
         """Returns the tensors to send and the metadata. Raises ValueError if the method has another signature."""
         data, layouts = self._layouts.data, self._layouts
-        mesh = data.mesh if data.mesh.ndim == 1 else data.mesh[(data.mesh.mesh_dim_names or ())[data.cut or 0]]
+        names = data.mesh.mesh_dim_names or ()
+        mesh = data.mesh if data.mesh.ndim == 1 else data.mesh[names[data.shard_mesh_dim or 0]]
         count = len(inspect.signature(part.fsdp_pre_all_gather).parameters)
         if count == 1:  # FSDP2's older signature
             return part.fsdp_pre_all_gather(mesh)
@@ -179,7 +180,7 @@ class Extension:
         return part.fsdp_pre_all_gather(mesh, shape, stride, self._module(), self._mp_policy)
 
     def _check_sizes(self, sizes: list[tuple[torch.Size, torch.dtype]]) -> None:
-        """Compares between ranks what they send, in the first gather. Raises if a later gather sends other sizes."""
+        """Compares the sizes of sent tensors between ranks in the first gather. Raises if a later gather has others."""
         if self._sizes:
             if sizes != self._sizes:
                 raise RuntimeError(
@@ -223,7 +224,7 @@ class Extension:
         return weight
 
     def _in_shape(self, full: torch.Tensor) -> torch.Tensor:
-        """Returns the weight without the padding of uneven shards."""
+        """Returns the full weight without the padding of uneven shards."""
         shape = torch.Size(self._layouts.use.local_shape(dist.get_rank()))
         return full if full.shape == shape else full.as_strided(shape, torch.empty(shape, device="meta").stride(), 0)
 
@@ -236,4 +237,4 @@ class Extension:
     def _free_outputs(self) -> None:
         """Frees the memory of the gathered tensors."""
         for output in self._outputs:
-            _runtime.release_memory(output, self.when_read)
+            _runtime.release_memory(output, self.read_error)

@@ -10,7 +10,8 @@ In MXFP8 and NVFP4, K is padded to a block of 32, or to four blocks of 16. Scale
 multiple of four blocks. One strided copy brings them into the order that cuBLAS reads, in tiles of 128 rows and four
 blocks:
 
-    scales   [N / 128, blocks / 4, 32, 4, 4]; of row r and block b: [r // 128, b // 4, r % 32, r % 128 // 32, b % 4]
+    scales   [N / 128, blocks / 4, 32, 4, 4]; the scale of row r and block b is at
+             [r // 128, b // 4, r % 32, r % 128 // 32, b % 4], such as row 200, block 5 at [1, 1, 8, 2, 1]
 
 N and K are the rows and columns of the weight. `Weight.scales` has the scales of a weight in that order.
 
@@ -31,42 +32,42 @@ from torch.distributed.tensor import DTensor
 
 from ..runtime import counters
 from .chunks import OWN_FORWARD, is_linear
-from .formats import ROW_MULTIPLE, SCALES_TOGETHER, Dtypes, Float8, InBlocks, RowwiseFloat8
+from .formats import ROW_MULTIPLE, SCALES_TOGETHER, BlockFormat, Dtypes, Float8, RowwiseFloat8
 from .layouts import Layouts
 from .weights import Weight
 
-_ELEMENTS_AT_A_TIME = 1 << 20  # elements of a weight that a backward decodes at a time
+_ELEMENTS_AT_A_TIME = 1 << 20  # elements of a weight that are decoded at a time
 
 
 class Float8Product:
-    """A matmul by the received codes and scales of a weight. Holds no reference to the weight, which holds it."""
+    """A matmul by the received codes and scales of a weight (`weights.Product`)."""
 
     def __init__(self, columns: int, is_rowwise: bool) -> None:
         self.is_rowwise = is_rowwise
         self.scales_bytes = 0  # no buffer: received scales are used as they are
-        # A matmul reads bytes beyond the last row. They only affect result columns that are dropped.
+        # A matmul reads padding beyond the last row of the weight. It only affects result columns that are dropped.
         self.padding_bytes = ROW_MULTIPLE * max(columns + -columns % ROW_MULTIPLE, torch.float32.itemsize)
 
     def prepare(self, weight: Weight) -> None:
-        """Prepares received messages for matmuls."""
+        """Does nothing: matmuls take the messages as they are received."""
 
     def begin(self, weight: Weight) -> None:
         """Makes the module multiply by the received codes from now on."""
         module: Any = weight.owners[0][0]
         if _WEIGHT not in vars(module):
             original: Any = type(module)
-            module.__class__ = _in_float8(original)
+            module.__class__ = _float8_class(original)
             module.__dict__.update({_WEIGHT: weight, OWN_FORWARD: _LinearInFloat8.forward})
 
     def end(self, weight: Weight) -> None:
-        """Undoes `begin`: gives the modules their own classes back."""
+        """Undoes `begin`: gives the module its own class back."""
         for module, _ in weight.owners:
             module.__dict__.pop(OWN_FORWARD, None)
             if module.__dict__.pop(_WEIGHT, None) is not None:
                 module.__class__ = type(module).__mro__[2]  # after the subclass and _LinearInFloat8
 
     def multiply(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
-        """Returns x @ weight.T. Quantizes `x`, of any dtype, like the weight: with one scale, or one for each row."""
+        """Returns x @ weight.T. Quantizes `x` like the weight: with one scale, or with one for each row."""
         codes, scales = self._codes_and_scales(weight)
         weight_format = weight.gather.format
         scale = weight_format.scale_of(weight_format.amax(x))
@@ -78,21 +79,21 @@ class Float8Product:
     def input_gradient(self, dy: torch.Tensor, weight: Weight) -> torch.Tensor:
         """Returns dy @ weight, in the dtype of `dy`. Decodes some rows of the weight at a time."""
         dx = dy.new_zeros(dy.size(0), weight.unsharded.size(1), dtype=torch.float32)
-        for some in self.rows_at_a_time(weight):
-            dx += dy[:, some] @ self.decoded(weight, some).to(dy.dtype)
+        for rows in self.rows_at_a_time(weight):
+            dx += dy[:, rows] @ self.decoded(weight, rows).to(dy.dtype)
         return dx.to(dy.dtype)
 
     def rows_at_a_time(self, weight: Weight, multiple: int = 1) -> Iterator[slice]:
-        """Returns slices of the rows to decode at a time; they begin at multiples of `multiple`."""
+        """Returns slices of the rows to decode at a time. They begin at multiples of `multiple`."""
         num_rows, length = weight.unsharded.shape
         step = max(1, _ELEMENTS_AT_A_TIME // max(1, length) // multiple) * multiple
         return (slice(begin, min(begin + step, num_rows)) for begin in range(0, num_rows, step))
 
-    def decoded(self, weight: Weight, some: slice) -> torch.Tensor:
-        """Returns some rows of the weight, decoded to float32."""
+    def decoded(self, weight: Weight, rows: slice) -> torch.Tensor:
+        """Returns these rows of the weight, decoded to float32."""
         codes, scales = self._codes_and_scales(weight)
-        factor = scales.view(-1, 1)[some] if self.is_rowwise else scales
-        return codes[some, : weight.unsharded.size(1)].float() * factor
+        factor = scales.view(-1, 1)[rows] if self.is_rowwise else scales
+        return codes[rows, : weight.unsharded.size(1)].float() * factor
 
     def _codes_and_scales(self, weight: Weight) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns views of the received codes and scales, including the padding after the last row."""
@@ -122,16 +123,16 @@ def in_tiles(scales: torch.Tensor) -> torch.Tensor:
 
 
 class BlockProduct(Float8Product):
-    """A matmul by a weight with block scales. Decodes the weight if `torch._scaled_mm` takes no block scales.
+    """A matmul by a weight [num_rows, columns] with a scale for each block of `block` elements of a row.
 
-    The weight has shape [num_rows, columns], and one scale for each `block` elements of a row.
+    If `torch._scaled_mm` takes no block scales on the device, the weight is decoded, which is counted as a fallback.
     """
 
     def __init__(self, num_rows: int, columns: int, block: int) -> None:
         super().__init__(columns, False)
         self._tiles = -(-num_rows // _TILE), -(-columns // (SCALES_TOGETHER * block))  # of 128 rows and 4 blocks
         scales_in_row = SCALES_TOGETHER * self._tiles[1]
-        # Matmuls read codes in multiples of 16 rows, scales in tiles, past the last row.
+        # Matmuls read past the last row: codes in multiples of 16 rows, scales in multiples of 128 rows.
         self.padding_bytes = max(ROW_MULTIPLE * block, _TILE) * scales_in_row
         # `Weight.scales`: the scales in the order that cuBLAS reads.
         self.scales_bytes = _TILE * self._tiles[0] * scales_in_row
@@ -144,33 +145,33 @@ class BlockProduct(Float8Product):
             self._scales_of(weight).copy_(in_tiles(rows))
 
     def multiply(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
-        form, num_rows = weight.gather.format, weight.unsharded.size(0)
-        assert isinstance(form, InBlocks) and weight.gather.undecoded is not None
-        reason = _why_no_blocks(x.device.type, form)
+        """Returns x @ weight.T. Quantizes `x` like the weight, unless the weight is decoded."""
+        weight_format, num_rows = weight.gather.format, weight.unsharded.size(0)
+        assert isinstance(weight_format, BlockFormat) and weight.gather.undecoded is not None
+        reason = _why_no_block_scales(x.device.type, weight_format)
         if reason is None and x.size(0) > 0:
-            scale = form.scale_of(form.amax(x)) if form.needs_amax else None
-            code, rows = form.encode(x, scale)
-            y = _scaled_mm(form, (code, _tiled(rows)), (self._codes(weight), self._scales_of(weight)), x.dtype)[
-                :, :num_rows
-            ]
-            its = weight.gather.undecoded[1]
-            return (y if scale is None or its is None else y.float() * (scale * its)).to(x.dtype)
+            scale = weight_format.scale_of(weight_format.amax(x)) if weight_format.needs_amax else None
+            codes, scales = weight_format.encode(x, scale)
+            operands = (codes, _tiled(scales)), (self._codes(weight), self._scales_of(weight))
+            y = _scaled_mm(weight_format, *operands, x.dtype)[:, :num_rows]
+            weight_scale = weight.gather.undecoded[1]
+            return (y if scale is None or weight_scale is None else y.float() * (scale * weight_scale)).to(x.dtype)
         if reason is not None:
-            counters.count_product_fallback(f"{form.name} weights as received on {x.device.type}: {reason}")
+            counters.count_product_fallback(f"{weight_format.name} weights as received on {x.device.type}: {reason}")
         y = x.new_empty(x.size(0), num_rows)
-        for some in self.rows_at_a_time(weight):
-            y[:, some] = x @ self.decoded(weight, some).to(x.dtype).t()
+        for rows in self.rows_at_a_time(weight):
+            y[:, rows] = x @ self.decoded(weight, rows).to(x.dtype).t()
         return y
 
     def rows_at_a_time(self, weight: Weight, multiple: int = _TILE) -> Iterator[slice]:
         return super().rows_at_a_time(weight, multiple)
 
-    def decoded(self, weight: Weight, some: slice) -> torch.Tensor:
+    def decoded(self, weight: Weight, rows: slice) -> torch.Tensor:
         assert weight.gather.undecoded is not None
-        tiles = self._scales_of(weight)[some.start // _TILE : -(-some.stop // _TILE)]
-        scales = tiles.permute(0, 3, 2, 1, 4).reshape(-1, SCALES_TOGETHER * self._tiles[1])[: some.stop - some.start]
+        tiles = self._scales_of(weight)[rows.start // _TILE : -(-rows.stop // _TILE)]
+        scales = tiles.permute(0, 3, 2, 1, 4).reshape(-1, SCALES_TOGETHER * self._tiles[1])[: rows.stop - rows.start]
         out = torch.empty(scales.size(0), weight.unsharded.size(1), device=scales.device)
-        weight.gather.format.decode([self._codes(weight)[some], scales], weight.gather.undecoded[1], out)
+        weight.gather.format.decode([self._codes(weight)[rows], scales], weight.gather.undecoded[1], out)
         return out
 
     def _scales_of(self, weight: Weight) -> torch.Tensor:
@@ -184,42 +185,42 @@ def _tiled(scales: torch.Tensor) -> torch.Tensor:
     return in_tiles(torch.nn.functional.pad(scales, (0, 0, 0, -scales.size(0) % _TILE))).contiguous()
 
 
-_Factor: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # codes of rows, and their scales in tiles
+_Operand: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # codes of rows, and their scales in tiles
 
 
-def _scaled_mm(form: InBlocks, a: _Factor, b: _Factor, dtype: torch.dtype) -> torch.Tensor:
+def _scaled_mm(block_format: BlockFormat, a: _Operand, b: _Operand, dtype: torch.dtype) -> torch.Tensor:
     """Returns a @ b.T for rows `a` [M, K] and `b` [N, K]; in bfloat16 on devices, in `dtype` on CPU."""
-    codes = a[0].view(form.code_dtype), b[0].view(form.code_dtype).t()
-    scales = (each[1].view(form.scale_dtype).flatten() for each in (a, b))
+    codes = a[0].view(block_format.code_dtype), b[0].view(block_format.code_dtype).t()
+    scales = (each[1].view(block_format.scale_dtype).flatten() for each in (a, b))
     return torch._scaled_mm(*codes, *scales, out_dtype=dtype if a[0].device.type == "cpu" else torch.bfloat16)
 
 
-_reasons: dict[tuple[str, str], str | None] = {}  # results of `_why_no_blocks`, by device type and format
+_reasons: dict[tuple[str, str], str | None] = {}  # results of `_why_no_block_scales`, by device type and format
 
 
-def _why_no_blocks(device_type: str, form: InBlocks) -> str | None:
-    """Returns why `torch._scaled_mm` cannot take block scales on a device type, or None. Tries it on exact numbers."""
-    if (device_type, form.name) not in _reasons:
-        _reasons[device_type, form.name] = _try_blocks(device_type, form)
-    return _reasons[device_type, form.name]
+def _why_no_block_scales(device_type: str, block_format: BlockFormat) -> str | None:
+    """Returns why `torch._scaled_mm` cannot take block scales on a device type, or None. Tries it once."""
+    if (device_type, block_format.name) not in _reasons:
+        _reasons[device_type, block_format.name] = _try_blocks(device_type, block_format)
+    return _reasons[device_type, block_format.name]
 
 
-def _try_blocks(device_type: str, form: InBlocks) -> str | None:
-    """Returns why a matmul with block scales fails on a device type, or None if its result is exact."""
+def _try_blocks(device_type: str, block_format: BlockFormat) -> str | None:
+    """Returns why a matmul with block scales fails on a device type, or None. Its numbers must be exact."""
     values = 6 * torch.eye(_TILE, device=device_type)
     try:
-        code, scales = form.encode(values, values.new_ones(()))
-        found = _scaled_mm(form, (code, _tiled(scales)), (code, _tiled(scales)), torch.float32)
+        code, scales = block_format.encode(values, values.new_ones(()))
+        found = _scaled_mm(block_format, (code, _tiled(scales)), (code, _tiled(scales)), torch.float32)
     except torch.OutOfMemoryError:
         raise  # does not show whether the device has the kernel
     except Exception as error:  # a missing kernel may raise anything
-        return f"torch._scaled_mm raises {_in_a_line(error)}"
+        return f"torch._scaled_mm raises {_first_line(error)}"
     if not torch.equal(found.float(), 6 * values):
         return "torch._scaled_mm returns wrong numbers"
     return None
 
 
-def _in_a_line(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     """Returns the type of an error and the first line of its text."""
     return ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
 
@@ -238,12 +239,11 @@ class _LinearInFloat8(nn.Linear):
 
     @property
     def weight(self) -> nn.Parameter:  # type: ignore[override]
-        full: nn.Parameter = vars(self)[_WEIGHT].read()
-        return full
+        return vars(self)[_WEIGHT].read()
 
 
 @functools.cache
-def _in_float8(original: type) -> type:
+def _float8_class(original: type) -> type:
     """Returns the subclass of a module's class that multiplies by received codes."""
     return type(original.__name__, (_LinearInFloat8, original), {})
 
@@ -286,10 +286,10 @@ def product_of(
     is_plain = (
         len(owners) == 1 and not isinstance(parameter, DTensor) and not set(layouts.shards.placements) - {"R", "S(0)"}
     )
-    if not (is_weight and is_plain and isinstance(dtypes.gathers, (Float8, InBlocks))) or parameter.numel() == 0:
+    if not (is_weight and is_plain and isinstance(dtypes.gathers, (Float8, BlockFormat))) or parameter.numel() == 0:
         return dtypes, None
     is_rowwise = isinstance(dtypes.gathers, RowwiseFloat8)
-    block = dtypes.gathers.block if isinstance(dtypes.gathers, InBlocks) else 0
+    block = dtypes.gathers.block if isinstance(dtypes.gathers, BlockFormat) else 0
     reason = None if block else _why_not(layouts.mesh.device_type, is_rowwise)
     if reason is not None:
         kind = "a scale for each row" if is_rowwise else "one scale for each weight"
@@ -302,8 +302,8 @@ def product_of(
             f"matmul_format must be None for {name} with kept_placements or an integer reshard_after_forward, got "
             "'float8'. These options keep converted copies of weights"
         )
-    form: Any = type(dtypes.gathers)
-    padded = dataclasses.replace(dtypes, gathers=form(pads=True))
+    weight_format: Any = type(dtypes.gathers)
+    padded = dataclasses.replace(dtypes, gathers=weight_format(pads=True))
     return padded, BlockProduct(parameter.size(0), parameter.size(1), block) if block else Float8Product(
         parameter.size(1), is_rowwise
     )
@@ -320,7 +320,7 @@ def _why_not(device_type: str, is_rowwise: bool) -> str | None:
     except torch.OutOfMemoryError:
         raise  # does not show whether the device has the kernel
     except Exception as error:  # a missing kernel may raise anything
-        return f"torch._scaled_mm raises {_in_a_line(error)}"
+        return f"torch._scaled_mm raises {_first_line(error)}"
     if not torch.equal(found.float(), 4 * torch.eye(ROW_MULTIPLE, device=device_type)):
         return "torch._scaled_mm returns wrong numbers"
     return None

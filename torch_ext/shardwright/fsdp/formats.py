@@ -1,8 +1,9 @@
 """Formats of weights in messages: a dtype, or a few bits with scales.
 
 Quantizing before a gather gives the same bits as quantizing after it, because all ranks use the same scales. The scale
-of a tensor or row is computed from all of its shards (`amax`); a block is never divided between shards.
+of a tensor or row is computed from the amax of all of its shards. A block is never divided between shards.
 
+    amax                the largest magnitude of the elements that share a scale
     codes               quantized elements, sent as bytes; element = code * scale
     block               consecutive elements along the last dim of a weight that share a scale
     dtype of the use    dtype of the gathered weight that modules compute with (param_dtype)
@@ -39,7 +40,7 @@ def with_dtype(layout: _planner.Layout, dtype: torch.dtype) -> Layout:
     return Layout(layout.mesh, layout.shape, layout.placements, dtype, order, "literal", layout.flattened)
 
 
-def in_blocks(layout: _planner.Layout, block: int, size: int) -> Layout:
+def per_block_layout(layout: _planner.Layout, block: int, size: int) -> Layout:
     """Returns the layout of a byte tensor that has `size` bytes for each `block` elements along the last dim."""
     shape = [*layout.shape[:-1], -(-layout.shape[-1] // block) * size]
     order = layout.shard_order
@@ -47,8 +48,8 @@ def in_blocks(layout: _planner.Layout, block: int, size: int) -> Layout:
 
 
 def check_blocks(wire: str, name: str, shards: _planner.Layout, block: int) -> None:
-    """Raises ValueError if shards divide a block. `wire`: the message format, `name`: the weight, for the message."""
-    blocks = in_blocks(shards, block, 1)
+    """Raises ValueError if shards divide a block. `wire`: message format, `name`: weight, for the error."""
+    blocks = per_block_layout(shards, block, 1)
     for rank in shards.mesh.ranks:
         begins = [(begin // block, -(-end // block)) for begin, end in shards.region(rank)[-1]]
         divided = any(begin % block for begin, _ in shards.region(rank)[-1])
@@ -63,7 +64,7 @@ def check_blocks(wire: str, name: str, shards: _planner.Layout, block: int) -> N
 class Format:
     """The format of a weight in messages: the weight in a dtype. Subclasses quantize."""
 
-    needs_amax = False  # `encode` and `decode` take a `scale`, which `scale_of` computes from `amax`
+    needs_amax = False  # `encode` and `decode` take a `scale`, which is `scale_of` the amax over all shards
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -76,7 +77,7 @@ class Format:
         return [with_dtype(layout, self.dtype)]
 
     def amax(self, part: torch.Tensor) -> torch.Tensor:
-        """Returns the largest magnitudes in a shard. `scale_of` takes their maximum over all shards."""
+        """Returns the amax of a shard: one number, or one for each row."""
         raise NotImplementedError
 
     def amax_layout(self, shards: _planner.Layout) -> Layout | None:
@@ -84,7 +85,7 @@ class Format:
         return None
 
     def scale_of(self, amax: torch.Tensor) -> torch.Tensor:
-        """Returns the scale with which the largest magnitude gets the largest code."""
+        """Returns the scale with which amax gets the largest code."""
         return torch.where(amax > 0, amax / FLOAT8_MAX, torch.ones_like(amax))
 
     def encode(self, part: torch.Tensor, scale: torch.Tensor | None) -> list[torch.Tensor]:
@@ -120,14 +121,14 @@ class Float8(ScaledCodes):
         self.pads = pads
 
     def layouts(self, layout: _planner.Layout) -> list[Layout]:
-        return [in_blocks(layout, ROW_MULTIPLE, ROW_MULTIPLE) if self.pads else with_dtype(layout, torch.uint8)]
+        return [per_block_layout(layout, ROW_MULTIPLE, ROW_MULTIPLE) if self.pads else with_dtype(layout, torch.uint8)]
 
     def encode(self, part: torch.Tensor, scale: torch.Tensor | None) -> list[torch.Tensor]:
         assert scale is not None
         return [self._padded(_to_float8(part.float() / scale))]
 
     def _padded(self, codes: torch.Tensor) -> torch.Tensor:
-        """Pads rows with zeros as `pads` requires."""
+        """Returns the codes with rows padded with zeros to a multiple of 16, if `pads`."""
         return torch.nn.functional.pad(codes, (0, -codes.size(-1) % ROW_MULTIPLE)) if self.pads else codes
 
     def decode(self, messages: Sequence[torch.Tensor], scale: torch.Tensor | None, out: torch.Tensor) -> None:
@@ -155,7 +156,7 @@ class RowwiseFloat8(Float8):
         _decode(messages[0], messages[1].reshape(-1, 1), out)
 
 
-class InBlocks(Format):
+class BlockFormat(Format):
     """Codes with a scale for each block of elements along the last dim."""
 
     name: str  # for error texts
@@ -165,7 +166,7 @@ class InBlocks(Format):
     scale_dtype: torch.dtype
 
 
-class Mxfp8(InBlocks):
+class Mxfp8(BlockFormat):
     """float8_e4m3fn with a power of two for each block of 32 elements along the last dim (OCP MX, rounded down).
 
     Args:
@@ -185,10 +186,10 @@ class Mxfp8(InBlocks):
     def layouts(self, layout: _planner.Layout) -> list[Layout]:
         if self.pads:
             return [
-                in_blocks(layout, _MX_BLOCK, _MX_BLOCK),
-                in_blocks(layout, SCALES_TOGETHER * _MX_BLOCK, SCALES_TOGETHER),
+                per_block_layout(layout, _MX_BLOCK, _MX_BLOCK),
+                per_block_layout(layout, SCALES_TOGETHER * _MX_BLOCK, SCALES_TOGETHER),
             ]
-        return [with_dtype(layout, torch.uint8), in_blocks(layout, _MX_BLOCK, 1)]
+        return [with_dtype(layout, torch.uint8), per_block_layout(layout, _MX_BLOCK, 1)]
 
     def encode(self, part: torch.Tensor, scale: torch.Tensor | None) -> list[torch.Tensor]:
         length = part.size(-1)
@@ -210,7 +211,7 @@ class Mxfp8(InBlocks):
 
 
 def _to_float8(scaled: torch.Tensor) -> torch.Tensor:
-    """Returns float8_e4m3fn codes as bytes. Larger magnitudes become the largest code."""
+    """Returns float8_e4m3fn codes as bytes. Magnitudes above FLOAT8_MAX get the largest code."""
     return scaled.clamp(-FLOAT8_MAX, FLOAT8_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
 
 
@@ -230,11 +231,11 @@ def _decode(code: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None
 
 
 def _without_last_dim(layout: _planner.Layout, instead: str) -> Layout:
-    """Returns the layout of one float32 for each row. Mesh dims that shard along the last dim become `instead`."""
+    """Returns the layout of one float32 for each row. Placements that shard the last dim become `instead`."""
     last = len(layout.shape) - 1
     order = layout.shard_order
-    cuts_rows = order.pop(last, [])
-    placements = [instead if i in cuts_rows else text for i, text in enumerate(layout.placements)]
+    shard_last = order.pop(last, [])
+    placements = [instead if i in shard_last else text for i, text in enumerate(layout.placements)]
     # Mesh dims of size 1 are not in the shard order.
     placements = ["R" if f"({last}" in text else text for text in placements]
     return Layout(layout.mesh, layout.shape[:-1], placements, torch.float32, order, "literal")
@@ -243,18 +244,16 @@ def _without_last_dim(layout: _planner.Layout, instead: str) -> Layout:
 FORMATS: dict[str, Callable[[], Format]] = {"float8": Float8, "float8_rowwise": RowwiseFloat8, "mxfp8": Mxfp8}
 
 
-# ---- NVFP4
-
-# NVFP4 in messages, by torchao's functions: four bits per element, a scale for each 16 elements and for each weight.
+# ---- NVFP4, by torchao's functions: four bits per element, a scale for each 16 elements and one for the weight
 #
 # torchao is optional: it is imported for `message_format="nvfp4"`, and tried once on each device type.
 
 _NV_BLOCK = 16  # elements that share a scale
 _NVFP4_MAX = 448.0 * 6.0  # largest float8_e4m3fn (block scales) times largest float4_e2m1fn (codes)
-_ROWS_AT_A_TIME = 1 << 16  # blocks decoded at a time; bounds temporary memory
+_NVFP4_BLOCKS_AT_A_TIME = 1 << 16  # blocks decoded at a time; bounds temporary memory
 
 
-class Nvfp4(ScaledCodes, InBlocks):
+class Nvfp4(ScaledCodes, BlockFormat):
     """float4_e2m1fn, two in a byte, with a float32 scale for the weight and a float8_e4m3fn scale for each block of 16
     along the last dim.
 
@@ -267,7 +266,7 @@ class Nvfp4(ScaledCodes, InBlocks):
 
     def __init__(self, pads: bool = False) -> None:
         super().__init__()
-        self._together = SCALES_TOGETHER if pads else 1  # rows are padded to a multiple of so many blocks
+        self._padded_blocks = SCALES_TOGETHER if pads else 1  # rows are padded to a multiple of this number of blocks
 
     def check(self, name: str, shards: _planner.Layout, device_type: str) -> None:
         reason = _why_not(device_type)
@@ -280,15 +279,15 @@ class Nvfp4(ScaledCodes, InBlocks):
         check_blocks("nvfp4", name, shards, _NV_BLOCK)
 
     def layouts(self, layout: _planner.Layout) -> list[Layout]:
-        unit = self._together * _NV_BLOCK
-        return [in_blocks(layout, unit, unit // 2), in_blocks(layout, unit, self._together)]
+        unit = self._padded_blocks * _NV_BLOCK
+        return [per_block_layout(layout, unit, unit // 2), per_block_layout(layout, unit, self._padded_blocks)]
 
     def scale_of(self, amax: torch.Tensor) -> torch.Tensor:
         return torch.where(amax > 0, amax / _NVFP4_MAX, torch.ones_like(amax))
 
     def encode(self, part: torch.Tensor, scale: torch.Tensor | None) -> list[torch.Tensor]:
         length = part.size(-1)
-        count = -(-length // (self._together * _NV_BLOCK)) * self._together
+        count = -(-length // (self._padded_blocks * _NV_BLOCK)) * self._padded_blocks
         shapes = [(*part.shape[:-1], count * _NV_BLOCK // 2), (*part.shape[:-1], count)]
         if part.numel() == 0:
             return [part.new_empty(shape, dtype=torch.uint8) for shape in shapes]
@@ -302,7 +301,7 @@ class Nvfp4(ScaledCodes, InBlocks):
             return
         rows, codes = out.view(-1, length), messages[0].flatten(0, -2)
         scales = messages[1].view(torch.float8_e4m3fn).flatten(0, -2)
-        step = max(1, _ROWS_AT_A_TIME // scales.size(1))
+        step = max(1, _NVFP4_BLOCKS_AT_A_TIME // scales.size(1))
         for begin in range(0, rows.size(0), step):
             some = slice(begin, begin + step)
             tensor = _torchao().NVFP4Tensor(codes[some], scales[some], _NV_BLOCK, torch.float32, scale)
@@ -340,11 +339,9 @@ def _why_not(device_type: str) -> str | None:
 FORMATS["nvfp4"] = Nvfp4
 
 
-# ---- dtypes
+# ---- dtypes of weights and gradients: sharded, in use, and in messages (`mp_policy`, `Options.message_format`)
 
-# Dtypes of weights and gradients: sharded, in use, and in messages (`mp_policy`, `Options.message_format`).
-
-Wire: TypeAlias = torch.dtype | str | None  # a `message_format` for one parameter; None: dtypes of mp_policy
+MessageFormat: TypeAlias = torch.dtype | str | None  # a `message_format` for one parameter; None: dtypes of mp_policy
 
 # If reduce_dtype is None, FSDP2 reduces gradients in param_dtype (torch up to 2.14) or in the parameter's dtype (2.15).
 _REDUCES_IN_PARAM_DTYPE = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 15)
@@ -364,7 +361,7 @@ class Dtypes:
 
     @property
     def are_plain(self) -> bool:
-        """True if the weight is sent in the dtype of its use."""
+        """True if the weight is sent in the dtype of its use, unquantized."""
         return type(self.gathers) is Format and self.gathers.dtype == self.use
 
     def is_shard_dtype(self, own: torch.dtype) -> bool:
@@ -380,7 +377,9 @@ class Policy:
             allowed = "a torch.distributed.fsdp.MixedPrecisionPolicy or None"
             raise argument_error("mp_policy", allowed, f"a {type(mp_policy).__name__}")
         self._policy = mp_policy or MixedPrecisionPolicy()
-        self._message_format: Callable[[nn.Parameter], Wire] = value if callable(value) else lambda parameter: value
+        self._message_format: Callable[[nn.Parameter], MessageFormat] = (
+            value if callable(value) else lambda parameter: value
+        )
 
     def of(self, parameter: nn.Parameter) -> Dtypes:
         """Returns the dtypes of a parameter, full or sharded."""
@@ -427,7 +426,7 @@ class Policy:
 
 
 def _cast(value: Any, dtype: torch.dtype | None) -> Any:
-    """Casts floating-point tensors. Returns other values, and all values if `dtype` is None, as they are."""
+    """Returns a floating-point tensor in a dtype; other values, and all values if `dtype` is None, as they are."""
     if dtype is None or not isinstance(value, torch.Tensor) or not value.is_floating_point():
         return value
     return value.to(dtype)

@@ -71,7 +71,11 @@ class Gradients:
         self._shards, self._move = with_dtype(shards, dtypes.reduce), move
         # By layout of the full gradient, and whether gradients are averaged.
         self._reduction_layouts: dict[tuple[_planner.Layout, bool], _ReductionLayouts] = {}
-        self._latest: tuple[Any, bool, Any] = (None, True, None)  # latest entry of `_reduction_layouts`: key and value
+        self._latest: tuple[_planner.Layout | None, bool, Any] = (
+            None,
+            True,
+            None,
+        )  # latest entry of `_reduction_layouts`: key and value
         self._rank = dist.get_rank()
 
     @property
@@ -93,8 +97,7 @@ class Gradients:
     @property
     def latest_layout(self) -> _planner.Layout | None:
         """The layout of the gradient that was reduced last; None before the first reduction."""
-        layout: _planner.Layout | None = self._latest[0]
-        return layout
+        return self._latest[0]
 
     def accumulate(self, gradient: torch.Tensor, layout: _planner.Layout) -> None:
         """Adds a full gradient to the accumulated one."""
@@ -165,8 +168,7 @@ class Gradients:
     def _layouts_for(self, layout: _planner.Layout, averages: bool) -> _ReductionLayouts:
         """Returns the layouts of the reduction of a full gradient in `layout`. `averages`: average, not sum."""
         if self._latest[0] is layout and self._latest[1] == averages:
-            latest: _ReductionLayouts = self._latest[2]
-            return latest
+            return self._latest[2]
         layouts = self._reduction_layouts.get((layout, averages))
         if layouts is None:
             operation = "P(avg)" if averages else "P(sum)"
@@ -412,7 +414,7 @@ class GradientMixin:
         gradient, self.unsharded.grad = self.unsharded.grad, None
         if gradient is None:
             return None
-        gradient, layout = self.layouts.of_gradient(gradient)
+        gradient, layout = self.layouts.gradient_and_layout(gradient)
         return extensions.as_plain(gradient), layout
 
     def add_reduced_gradient(self, part: torch.Tensor) -> None:

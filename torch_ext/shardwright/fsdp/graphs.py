@@ -138,8 +138,7 @@ def _as_tensor(handle: int) -> torch.Tensor:
 
 def _after(tensor: torch.Tensor, event: torch.Tensor) -> torch.Tensor:
     """Runs fsdp_after."""
-    alias: torch.Tensor = torch.ops.aten.alias(tensor)
-    return alias
+    return torch.ops.aten.alias(tensor)
 
 
 def _fake_event(*_: Any) -> torch.Tensor:
@@ -290,14 +289,12 @@ class _End(torch.autograd.Function):
 
 @torch._dynamo.allow_in_graph
 def _begin(unit: int, records: bool, num_inputs: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    outputs: tuple[torch.Tensor, ...] = _Begin.apply(unit, records, num_inputs, *tensors)  # type: ignore[no-untyped-call]
-    return outputs
+    return _Begin.apply(unit, records, num_inputs, *tensors)  # type: ignore[no-untyped-call]
 
 
 @torch._dynamo.allow_in_graph
 def _end(unit: int, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    found: tuple[torch.Tensor, ...] = _End.apply(unit, *outputs)  # type: ignore[no-untyped-call]
-    return found
+    return _End.apply(unit, *outputs)  # type: ignore[no-untyped-call]
 
 
 def begin_forward(handle: int, unit: Unit, arguments: Any) -> Any:

@@ -3,7 +3,7 @@
     store    the sharded parameter that optimizers and state dicts see; equal to `shards` without `store_placements`
     shards   the shards that are held between steps, from which the weight is gathered
     use      the gathered weight; parameters that were DTensors keep their own (such as tensor-parallel) placements
-    keep     an optional copy that is kept between a forward and its backward, to gather from instead of from shards
+    keep     an optional copy that a release keeps between two uses; later gathers read it instead of the shards
     grad     the gradient that a backward computes: a pending average over data-parallel mesh dims, or replicated over
              those along which all ranks have the same data; over a parameter's own mesh dims as autograd returns it
 
@@ -33,12 +33,13 @@ from .offload import HostCopies
 class DataMesh(NamedTuple):
     """The mesh of sharded parameters: data-parallel mesh dims, and those of the parameters' own mesh, if they have one.
 
-    Example: a weight with tensor parallelism over tp, data-parallel over dp: mesh (dp, tp), own (None, 0), cut 0.
+    Example: a weight that is tensor-parallel over tp is sharded further over dp: mesh (dp, tp), own (None, 0),
+    shard_mesh_dim 0.
     """
 
     mesh: DeviceMesh
     own: tuple[int | None, ...]  # by mesh dim: its index in the parameters' own mesh; None: data-parallel
-    cut: int | None  # the mesh dim to shard over by default; None: parameters are replicated over all data dims
+    shard_mesh_dim: int | None  # mesh dim to shard over by default; None: parameters are replicated over all data dims
     same: frozenset[int] = frozenset()  # data-parallel mesh dims along which all ranks have the same data
     own_mesh: DeviceMesh | None = None  # the parameters' own mesh; None: all mesh dims are data-parallel
 
@@ -59,7 +60,7 @@ class DataMesh(NamedTuple):
         return self._replace(mesh=mesh, own=(*self.own, *range(own_mesh.ndim)), own_mesh=own_mesh)
 
 
-class Choice(NamedTuple):
+class ChosenPlacements(NamedTuple):
     """The chosen placements of a parameter on its data-parallel mesh dims."""
 
     shards: Sequence[Placement]
@@ -69,18 +70,18 @@ class Choice(NamedTuple):
 
 
 class Layouts:
-    """The layouts of one parameter: `store`, `shards`, `use` and `kept`. `placements`: those of `store`."""
+    """The layouts of one parameter. `placements` are those of `store`; `kept` has layout `keep`."""
 
-    def __init__(self, parameter: torch.Tensor, data: DataMesh, choice: Choice) -> None:
+    def __init__(self, parameter: torch.Tensor, data: DataMesh, choice: ChosenPlacements) -> None:
         self.data = data
         self.mesh = data.mesh
         self._shape = parameter.shape
         self._dtype = parameter.dtype
         self._own_placements = tuple(parameter.placements) if isinstance(parameter, DTensor) else ()
-        # Placements of gradients on the parameter's own mesh dims if it is a plain tensor in use, else None.
+        # If the weight is a plain tensor in use: placements of its gradient on the own mesh dims. None for a DTensor.
         self._plain_gradient: tuple[Placement, ...] | None = getattr(parameter, GRADIENT, None)
         self._own_shape_stride = (parameter.shape, parameter.stride())
-        self._choice = choice
+        self._chosen = choice
         self._make()
 
     def with_dtype(self, dtype: torch.dtype) -> Layouts:
@@ -92,13 +93,13 @@ class Layouts:
 
     def _make(self) -> None:
         """Sets all layouts from the choice and the dtype."""
-        data, choice = self.data, self._choice
+        data, choice = self.data, self._chosen
         sizes = tuple(data.mesh.shape)
-        uncut: list[Placement] = [Replicate()] * len(data.data_dims)
+        replicated: list[Placement] = [Replicate()] * len(data.data_dims)
         self.placements = self._placements(choice.shards if choice.store is None else choice.store, data.own, sizes)
         mesh = Mesh(data.mesh)
-        self._on = mesh
-        self.use = self._layout(mesh, self._placements(uncut, data.own, sizes))
+        self._layout_mesh = mesh
+        self.use = self._layout(mesh, self._placements(replicated, data.own, sizes))
         self.shards = self._layout(mesh, self._placements(choice.shards, data.own, sizes))
         self.store = self.shards if choice.store is None else self._layout(mesh, self.placements)
         # Layout `keep`, and layout `use` on the mesh of `keep`; None without a kept copy.
@@ -106,7 +107,7 @@ class Layouts:
         if choice.keep is not None:
             self.kept = self._layout(mesh, self._placements(choice.keep, data.own, sizes)), self.use
         elif choice.keep_ranks is not None:
-            self.kept = self._kept_by(choice.keep_ranks, choice.shards)
+            self.kept = self._kept_over(choice.keep_ranks, choice.shards)
         self._gradients: dict[tuple[Placement, ...], Layout] = {}  # results of `_gradient_layout`
 
     def as_parameter(self, part: torch.Tensor, host_copies: HostCopies | None) -> DTensor:
@@ -129,8 +130,8 @@ class Layouts:
             local, self.data.own_mesh, self._own_placements, run_check=False, shape=shape, stride=stride
         )
 
-    def of_gradient(self, gradient: torch.Tensor) -> tuple[torch.Tensor, Layout]:
-        """Returns the local tensor and the layout of a gradient that autograd has computed for a weight in use."""
+    def gradient_and_layout(self, gradient: torch.Tensor) -> tuple[torch.Tensor, Layout]:
+        """Returns the local tensor and the layout of a gradient that autograd has computed for `as_used`."""
         own = self._plain_gradient or ()
         if isinstance(gradient, DTensor):
             own = tuple(gradient.placements)
@@ -154,7 +155,7 @@ class Layouts:
                     pending.append(own[index])
                 else:
                     pending.append(Replicate() if dim in self.data.same else Partial("avg"))
-            layout = self._gradients[own] = self._layout(self._on, pending)
+            layout = self._gradients[own] = self._layout(self._layout_mesh, pending)
         return layout
 
     def _layout(self, mesh: Mesh, placements: Sequence[Placement]) -> Layout:
@@ -166,14 +167,15 @@ class Layouts:
     ) -> tuple[Placement, ...]:
         """Returns placements on all mesh dims: `chosen` on data-parallel dims, the parameter's own on its own dims.
 
-        If both shard a tensor dim, the parameter's own shards are sharded further.
+        If both shard a tensor dim, the parameter's own shards are sharded further. DTensor expresses this by a strided
+        shard. Its split factor is the number of the parameter's own shards on later mesh dims.
 
-        DTensor expresses this by a strided shard. Its split factor is the number of shards that later mesh dims make
-        before it. Example: Shard(0) over dp of a weight that is Shard(0) over tp, on a mesh (dp, tp) of 2 x 4, is
-        _StridedShard(0, split_factor=4) over dp.
+        Example: a weight of 16 rows is Shard(0) over tp, and is sharded further by Shard(0) over dp, on a mesh (dp, tp)
+        of 2 x 4. The rank at dp 1, tp 2 has rows 10 and 11: the second half of shard 2, which is rows 8 to 11. So the
+        placement over dp is _StridedShard(0, split_factor=4).
         """
-        rest = iter(chosen)
-        all_placements = [next(rest) if index is None else self._own_placements[index] for index in own]
+        data_placements = iter(chosen)
+        all_placements = [next(data_placements) if index is None else self._own_placements[index] for index in own]
         for i, (placement, index) in enumerate(zip(all_placements, own)):
             if index is not None or not isinstance(placement, (Shard, _StridedShard)):
                 continue
@@ -186,22 +188,26 @@ class Layouts:
                 all_placements[i] = _StridedShard(placement.dim, split_factor=factor)
         return tuple(all_placements)
 
-    def _kept_by(self, ranks: int, shards: Sequence[Placement]) -> tuple[Layout, Layout]:
-        """Returns `keep` and `use` on the mesh with dim `cut` split in two; `keep` is sharded over the second part."""
-        cut = self.data.cut
-        assert cut is not None
+    def _kept_over(self, ranks: int, shards: Sequence[Placement]) -> tuple[Layout, Layout]:
+        """Returns layout `keep`, sharded over groups of `ranks` consecutive ranks, and layout `use` on the same mesh.
+
+        Its mesh has the shard mesh dim split in two. Example: 8 ranks, groups of 2: the mesh is 4 x 2, and `keep` is
+        [R, S(0)], where `shards` is [S(0)] on the mesh of 8.
+        """
+        shard_dim = self.data.shard_mesh_dim
+        assert shard_dim is not None
         sizes = list(self.mesh.shape)
-        sizes[cut : cut + 1] = [sizes[cut] // ranks, ranks]
+        sizes[shard_dim : shard_dim + 1] = [sizes[shard_dim] // ranks, ranks]
         own = list(self.data.own)
-        own.insert(cut, None)
+        own.insert(shard_dim, None)
         mesh = Mesh({f"dim{i}": size for i, size in enumerate(sizes)}, self.mesh.mesh.flatten().tolist())
         chosen: list[Placement] = [Replicate()] * len(shards)
-        uncut = [*chosen, Replicate()]
-        at = self.data.data_dims.index(cut)
+        replicated = [*chosen, Replicate()]
+        at = self.data.data_dims.index(shard_dim)
         chosen[at] = shards[at]
         chosen.insert(at, Replicate())
         kept = self._layout(mesh, self._placements(chosen, own, sizes))
-        return kept, self._layout(mesh, self._placements(uncut, own, sizes))
+        return kept, self._layout(mesh, self._placements(replicated, own, sizes))
 
 
 def most_bytes(layout: Layout) -> int:

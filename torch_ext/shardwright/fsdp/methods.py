@@ -349,8 +349,7 @@ def original_class(module_class: type) -> type:
     """Returns the class that a module had before `sw.fully_shard`."""
     if not issubclass(module_class, ShardedModule):
         return module_class
-    found: type = module_class.__mro__[module_class.__mro__.index(FSDPModule) + 1]
-    return found
+    return module_class.__mro__[module_class.__mro__.index(FSDPModule) + 1]
 
 
 def finalize_backward(runner: Runner) -> None:
@@ -381,8 +380,7 @@ def _unit_of(module: Any) -> Unit:
     state = getattr(module, ATTRIBUTE)
     if state.runner is not None:
         state.runner.abort_if_failed()
-    unit: Unit = state.unit
-    return unit
+    return state.unit
 
 
 def _modules_of(module: Any, recurse: bool) -> Iterator[nn.Module]:

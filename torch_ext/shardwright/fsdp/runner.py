@@ -400,7 +400,7 @@ class Runner:
             for unit_index in use.units if self._chunked_units else ():
                 self._chunked_units[unit_index].begin_backward(unit_index in reduces)
                 if self.units[unit_index].chunked_gather is not None:
-                    self._chunked_units[unit_index].gather_full(which_were_read=True)
+                    self._chunked_units[unit_index].gather_full(only_read=True)
         if self._clock is not None:
             self._clock.mark()
 

@@ -73,7 +73,7 @@ class Weight(GradientMixin):
         product: Product | None = None,
     ) -> None:
         self.name = name
-        self._when_read = (
+        self._read_error = (
             f"{name}: a weight under sw.fully_shard was read after it was released; use it in a forward of its module, "
             "keep it gathered (module.unshard(), reshard_after_forward=False), or save it for a backward by "
             "ctx.save_for_backward"
@@ -159,7 +159,7 @@ class Weight(GradientMixin):
     def _extension(self, dtypes: Dtypes, device: torch.device) -> extensions.Extension:
         module = self.owners[0][0]
         made = extensions.Extension(self.name, module, self.layouts, self.moves, dtypes.use, dtypes.mp_policy, device)
-        made.when_read = self._when_read
+        made.read_error = self._read_error
         return made
 
     @property
@@ -168,7 +168,7 @@ class Weight(GradientMixin):
         return extensions.has_extension(self.local_part) != (self.extension is not None)
 
     @property
-    def _found_part(self) -> torch.Tensor | None:
+    def _current_local_tensor(self) -> torch.Tensor | None:
         """The local tensor of the module's current parameter; None if that is no DTensor."""
         parameters, name = self._slots[0]
         found: Any = parameters[name]
@@ -177,17 +177,17 @@ class Weight(GradientMixin):
     @property
     def is_converted(self) -> bool:
         """True if the module's parameter has another dtype or device type than this weight is set up for."""
-        part = self._found_part
+        part = self._current_local_tensor
         return part is not None and (part.dtype != self._dtype or part.device.type != self._part_device_type)
 
     @property
     def is_gatherable(self) -> bool:
         """True if the module's parameter is on a device from which it can be gathered, or on meta."""
-        part = self._found_part
-        return part is None or part.device.type in (self._home_type, "meta")
+        part = self._current_local_tensor
+        return part is None or part.device.type in (self._shard_device_type, "meta")
 
     @property
-    def _home_type(self) -> str:
+    def _shard_device_type(self) -> str:
         """The device type of shards: the host's with offload."""
         return "cpu" if self._host_copies is not None else self._device.type
 
@@ -241,8 +241,7 @@ class Weight(GradientMixin):
     @property
     def local_part(self) -> torch.Tensor:
         """This rank's shard of the parameter: the tensor itself, with methods that users have set on it."""
-        part: torch.Tensor = self.sharded._local_tensor  # type: ignore[attr-defined]
-        return part
+        return self.sharded._local_tensor  # type: ignore[attr-defined]
 
     @property
     def version(self) -> tuple[int, ...]:
@@ -314,9 +313,9 @@ class Weight(GradientMixin):
             self.sharded = found
             self.watch_again()
         part: torch.Tensor = self.sharded._local_tensor  # type: ignore[attr-defined]
-        if part.device.type not in (self._home_type, "meta"):
+        if part.device.type not in (self._shard_device_type, "meta"):
             raise RuntimeError(
-                f"{self.name} must stay on {self._home_type}"
+                f"{self.name} must stay on {self._shard_device_type}"
                 + (" with offload_policy" if self._host_copies is not None else "")
                 + f" after sw.fully_shard, got {part.device}"
             )
@@ -458,7 +457,7 @@ class Weight(GradientMixin):
 
     def drop_kept(self) -> None:
         if self.kept is not None and not self.kept.is_meta:
-            _runtime.release_memory(self.kept, self._when_read)
+            _runtime.release_memory(self.kept, self._read_error)
 
     def release(self) -> None:
         """Takes the memory of the full weight away. A read before the next gather raises an error."""
@@ -466,7 +465,7 @@ class Weight(GradientMixin):
         if self.extension is not None:
             self.extension.release()
         if not self.is_held and not self.memory.is_meta:
-            _runtime.release_memory(self.memory, self._when_read)
+            _runtime.release_memory(self.memory, self._read_error)
 
 
 def versions_differ(before: list[Version], now: list[Version]) -> bool:
@@ -481,7 +480,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 def _slice(local: torch.Tensor, layouts: Layouts, layout: Layout) -> torch.Tensor:
     """Returns this rank's shard of a tensor in layout `use`, without communication, in contiguous memory of its own."""
     if extensions.is_subclass(local) or extensions.has_extension(local):
-        return extensions.cut(local, layouts)
+        return extensions.shard(local, layouts)
     if local.is_meta:
         return _empty(layout, local.dtype, local.device)
     part = plain_tensors.redistribute_part(local, layouts.use, layout, layouts.mesh, False, True)
