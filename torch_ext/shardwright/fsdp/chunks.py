@@ -370,7 +370,7 @@ def _chunked_weight_of(weight: Weight) -> ChunkedWeight | None:
     module, name = weight.owners[0]
     if len(weight.owners) > 1 or name != "weight" or not is_linear(module):
         return None
-    is_plain = not isinstance(weight.unsharded, DTensor) and not weight.is_held and weight.kept is None
+    is_plain = not isinstance(weight.unsharded, DTensor) and not weight.is_replicated and weight.kept is None
     if not is_plain or weight.extension is not None or weight.gather.buffers(weight.use):
         return None
     if weight._gather_source.device != weight.memory.device or set(weight.shards.placements) - {"R", "S(0)"}:

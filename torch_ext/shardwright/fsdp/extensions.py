@@ -26,6 +26,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from .._native import _runtime
 from ..layouts.layout import Layout
 from ..runtime.agreement import MeshWords, Statement
+from .formats import Dtypes
 from .gather import Move
 from .layouts import Layouts
 
@@ -106,17 +107,17 @@ class Extension:
         module: nn.Module,
         layouts: Layouts,
         move: Move,  # starts the moves of the gather
-        dtype: torch.dtype,  # passed to fsdp_post_all_gather as param_dtype
-        mp_policy: Any,
         device: torch.device,
+        dtypes: Dtypes,
+        read_error: str,  # text of the error that a read of released memory raises
     ) -> None:
         self._name = name
         self._module = weakref.ref(module)
         self._layouts = layouts
         self._move = move
-        self._dtype = dtype
-        self._mp_policy = mp_policy
+        self._dtypes = dtypes
         self._device = device
+        self._read_error = read_error
         self._outputs: list[torch.Tensor] = []  # flat gathered tensors; they have memory from `start` to `release`
         self._inner: list[torch.Tensor] = []  # other tensors that the full weight consists of, in their own memory
         self._sizes: list[tuple[torch.Size, torch.dtype]] = []  # sizes and dtypes of the tensors that each rank sends
@@ -125,7 +126,6 @@ class Extension:
         self._metadata: Any = None  # result of fsdp_pre_all_gather, for fsdp_post_all_gather
         self._works: list[Any] = []  # by output: its move in progress; None if done
         self._is_made = False  # the first gather has made the full weight
-        self.read_error = ""  # text of the error that a read of released memory raises
 
     @property
     def output_bytes(self) -> list[int]:
@@ -177,7 +177,7 @@ class Extension:
             )
         shape = torch.Size(layouts.use.local_shape(dist.get_rank()))
         stride = torch.empty(shape, device="meta").stride()
-        return part.fsdp_pre_all_gather(mesh, shape, stride, self._module(), self._mp_policy)
+        return part.fsdp_pre_all_gather(mesh, shape, stride, self._module(), self._dtypes.mp_policy)
 
     def _check_sizes(self, sizes: list[tuple[torch.Size, torch.dtype]]) -> None:
         """Compares the sizes of sent tensors between ranks in the first gather. Raises if a later gather has others."""
@@ -208,7 +208,7 @@ class Extension:
         weight = None
         with torch.no_grad():
             if not self._is_made:
-                weight, inner = part.fsdp_post_all_gather(gathered, self._metadata, self._dtype)
+                weight, inner = part.fsdp_post_all_gather(gathered, self._metadata, self._dtypes.use)
                 own = {output.untyped_storage()._cdata for output in self._outputs}
                 self._inner = [each for each in inner if each.untyped_storage()._cdata not in own]
                 weight, self._is_made = self._in_shape(weight), True
@@ -217,7 +217,7 @@ class Extension:
                     tensor.untyped_storage().resize_(tensor.numel() * tensor.itemsize)
                 # Version counters stay, so that autograd does not see a gather as a change of saved tensors.
                 with torch.autograd._unsafe_preserve_version_counter((full, *self._inner)):
-                    part.fsdp_post_all_gather(gathered, self._metadata, self._dtype, out=full)
+                    part.fsdp_post_all_gather(gathered, self._metadata, self._dtypes.use, out=full)
         self._part, self._sent, self._works, self._metadata = None, [], [], None
         if getattr(part, "fsdp_should_release_all_gather_outputs_after_post_all_gather", bool)():
             self._free_outputs()
@@ -237,4 +237,4 @@ class Extension:
     def _free_outputs(self) -> None:
         """Frees the memory of the gathered tensors."""
         for output in self._outputs:
-            _runtime.release_memory(output, self.read_error)
+            _runtime.release_memory(output, self._read_error)

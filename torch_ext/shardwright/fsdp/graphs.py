@@ -306,7 +306,7 @@ def begin_forward(handle: int, unit: Unit, arguments: Any) -> Any:
     for i, tensor in zip(where, found[: len(where)]):
         flat[i] = tensor
     for weight, tensor in zip(unit.weights, found[len(where) :]):
-        for parameters, name in weight._slots:
+        for parameters, name in weight._registrations:
             parameters[name] = tensor
     return tree_unflatten(flat, spec)
 
@@ -325,7 +325,7 @@ def end_forward(handle: int, unit: Unit, output: Any) -> Any:
     passed = iter(_end(handle, *tensors))
     flat = [mapped(lambda _: next(passed), leaf) for leaf in flat]
     for weight in unit.weights:
-        for parameters, name in weight._slots:
+        for parameters, name in weight._registrations:
             parameters[name] = weight.sharded
     return tree_unflatten(flat, spec)
 

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
@@ -213,3 +214,13 @@ class Layouts:
 def most_bytes(layout: Layout) -> int:
     """Returns the bytes of the largest shard: the first rank's, because chunks along each mesh dim descend in size."""
     return torch.Size(layout.local_shape(layout.mesh.ranks[0])).numel() * int(getattr(torch, layout.dtype).itemsize)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the local tensor of a DTensor; a plain tensor as it is."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def empty(layout: Layout, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Returns uninitialized memory for this rank's tensor of a layout."""
+    return torch.empty(layout.local_shape(dist.get_rank()), dtype=dtype, device=device)

@@ -101,7 +101,7 @@ class ShardedModule(FSDPModule):
                     unit.release()
                 if not unit.is_resident:
                     unit.start_gather_alone()
-                unit.note_contents()
+                unit.record_fingerprints()
             unit.is_unsharded = True
         handle = UnshardHandle(unit)
         if async_op:

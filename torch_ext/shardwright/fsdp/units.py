@@ -211,7 +211,7 @@ class Unit:
         self.start_gather(torch.empty(self.use_bytes, dtype=torch.uint8, device=self.device))
         self._in_arena = False
         if self.unit_options.keep_between_steps:
-            self.note_contents()
+            self.record_fingerprints()
 
     def save_kept_copy(self, memory: torch.Tensor, offset_bytes: int) -> None:
         """Copies the parts of gathered weights that a release keeps to `memory`, unless the kept copy is up to date."""
@@ -398,12 +398,12 @@ class Unit:
     @property
     def has_copies(self) -> bool:
         """True if a write to parameters would make gathered weights or held shards stale. Equal on all ranks."""
-        return bool(self.weights) and (self.is_resident or any(weight.has_copy for weight in self.weights))
+        return bool(self.weights) and (self.is_resident or any(weight.has_held_shard for weight in self.weights))
 
-    def note_contents(self) -> None:
+    def record_fingerprints(self) -> None:
         """Records fingerprints of the parameters that were just gathered, for `was_written`."""
         for weight in self.weights:
-            weight.note_contents()
+            weight.record_fingerprint()
 
     def was_written(self) -> bool:
         """Returns true if parameters on this rank were written since copies of them were made."""
@@ -413,7 +413,7 @@ class Unit:
         """Marks gathered weights and held shards as stale, so that the next use gathers again."""
         self._gathered_from = []
         for weight in self.weights:
-            weight.forget_copy()
+            weight.forget_held_shard()
 
 
 def gather_cost(weights: Sequence[Weight]) -> packing.Cost:

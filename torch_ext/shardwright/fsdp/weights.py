@@ -1,11 +1,11 @@
 """Weights: parameters that are sharded between uses and gathered in use.
 
-    part           this rank's shard of the parameter that the module has between uses (layout `store` of layouts.py)
-    held shard     a separate shard in layout `shards`, if `store` is another layout; gathers read it, not the part
-    kept copy      a shard in layout `keep`, copied from the full weight before a release; later gathers may read it
-    product        a matmul that reads the received messages, so that they need not be decoded (float8_products.py)
-    scales         a buffer of a product, for scales in the order that the matmul reads
-A *slot* is a module's `_parameters` and the name under which it has the parameter.
+part           this rank's shard of the parameter that the module has between uses (layout `store` of layouts.py)
+held shard     a separate shard in layout `shards`, if `store` is another layout; gathers read it, not the part
+kept copy      a shard in layout `keep`, copied from the full weight before a release; later gathers may read it
+product        a matmul that reads the received messages, so that they need not be decoded (float8_products.py)
+scales         a buffer of a product, for scales in the order that the matmul reads
+owner          a module that has the parameter
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from . import extensions, moves, offload
 from .formats import Dtypes, with_dtype
 from .gather import Move, ScaleRequest, WeightGather
 from .gradients import GradientMixin, Gradients
-from .layouts import Layouts, most_bytes
+from .layouts import Layouts, empty, local_of, most_bytes
 from .moves import Moves
 from .packing import Pair, aligned
 
@@ -48,7 +48,7 @@ class Product(Protocol):
 by_storage: weakref.WeakValueDictionary[int, Weight] = weakref.WeakValueDictionary()
 
 Version: TypeAlias = tuple[nn.Parameter, tuple[int, ...]]  # a sharded parameter and its version
-# A function of a parameter's name, the parameter, its owners and its layouts that returns its dtypes and its matmul.
+# A function of a parameter's name, the parameter, its owners and its layouts. It returns its dtypes and its product.
 DtypesOf: TypeAlias = Callable[
     [str, nn.Parameter, "Sequence[tuple[nn.Module, str]]", Layouts], "tuple[Dtypes, Product | None]"
 ]
@@ -59,14 +59,14 @@ class Weight(GradientMixin):
 
     `unsharded` is the same tensor for the weight's life, because autograd keeps it and views of it from forward to
     backward. It has memory only while the weight is gathered, or always if the held shard is the full weight
-    (`is_held`). `memory` is its local tensor.
+    (`is_replicated`, as in ZeRO-1). `memory` is its local tensor.
     """
 
     def __init__(
         self,
         name: str,
         given: nn.Parameter,  # the parameter to shard, full on each rank or a DTensor
-        owners: Sequence[tuple[nn.Module, str]],  # modules that own the parameter, and its name in each
+        owners: Sequence[tuple[nn.Module, str]],  # modules that have the parameter, and its name in each
         layouts: Layouts,
         dtypes: Dtypes,
         host_copies: offload.HostCopies | None = None,  # None: the part stays on the device
@@ -78,9 +78,9 @@ class Weight(GradientMixin):
             "keep it gathered (module.unshard(), reshard_after_forward=False), or save it for a backward by "
             "ctx.save_for_backward"
         )
-        # References to modules are weak, because modules refer to weights: so a model is freed without a cycle.
+        # References to modules are weak, because modules refer to weights. So a model is freed without a cycle.
         self._owners = [(weakref.ref(module), name) for module, name in owners]
-        self._slots = [(module._parameters, name) for module, name in owners]
+        self._registrations = [(module._parameters, name) for module, name in owners]  # where modules look it up
         self._host_copies = host_copies
         super().__init__(host_copies)
         self._is_read = False  # a module has read it other than by `product`, so each gather decodes it
@@ -88,17 +88,17 @@ class Weight(GradientMixin):
         self.unit: weakref.ref[Any] | None = None  # the Unit that gathers it
         data = given.detach()
         self._device = _device_of(data, layouts, host_copies)
-        local = _local(data) if data.is_meta else _local(data).to(self._device)
-        part = _slice(local, layouts, layouts.store)
+        local = local_of(data) if data.is_meta else local_of(data).to(self._device)
+        part = _shard_of(local, layouts, layouts.store)
         self.sharded = nn.Parameter(layouts.as_parameter(part, host_copies), requires_grad=given.requires_grad)
         moves.watch(self.sharded)
-        held = None if layouts.store is layouts.shards else _slice(local, layouts, layouts.shards)
+        held = None if layouts.store is layouts.shards else _shard_of(local, layouts, layouts.shards)
         self._set_up(layouts, dtypes, product, held)
-        self.put(self.sharded)
+        self._set_on_modules(self.sharded)
         tensor_owners.add(self)
 
     def _set_up(self, layouts: Layouts, dtypes: Dtypes, product: Product | None, held: torch.Tensor | None) -> None:
-        """Prepares gathers and reductions for the current dtype and device of the parameter. `held`: the held shard."""
+        """Prepares gathers and reductions for the parameter's current dtype and device. `held`: the held shard."""
         self.layouts, self.mesh = layouts, layouts.mesh
         self.store, self.shards, self.use = layouts.store, layouts.shards, layouts.use
         self.moves = Moves(layouts)
@@ -106,45 +106,51 @@ class Weight(GradientMixin):
         device = self.part.device if self.part.is_meta else self._device
         self.gather = WeightGather(dtypes.gathers, dtypes.use, self.shards, self.moves, device)
         self.gradients = Gradients(dtypes, self.store, self.moves)
-        self.is_held = self.store is not self.shards and self.shards == self.use and dtypes.is_shard_dtype(self._dtype)
-        self._held = held
-        self._held_from: Version | None = (self.sharded, self.version)
-        self._contents: int | None = None  # fingerprint of the parameter when copies of it were made
+        self.is_replicated = (
+            self.store is not self.shards and self.shards == self.use and dtypes.is_shard_dtype(self._dtype)
+        )
+        self._held_shard = held
+        self._held_version: Version | None = (self.sharded, self.version)
+        self._fingerprint: int | None = None  # fingerprint of the part when copies of it were made
         self._refresh: dist.Work | None = None  # the move from the part to the held shard, in progress
         self._refreshed_from: torch.Tensor | None = None  # the device copy of the part that the refresh reads
         self.extension: extensions.Extension | None = None
         if extensions.has_extension(self.local_part):
-            self.extension = self._extension(dtypes, device)
+            where = self.owners[0][0], layouts, self.moves, device
+            self.extension = extensions.Extension(self.name, *where, dtypes, self._read_error)
             full = self.memory = torch.empty(0, dtype=dtypes.use, device=device)  # until the first gather
         else:
-            full = layouts.as_used(held if self.is_held and held is not None else _empty(self.use, dtypes.use, device))
-            self.memory = _local(full.detach())
+            full = layouts.as_used(
+                held if self.is_replicated and held is not None else empty(self.use, dtypes.use, device)
+            )
+            self.memory = local_of(full.detach())
         self._set_full(full)
         self.product = product  # if given, `memory` has storage only after `read`
+        # With offload, gathers read a staging buffer, to which the part is copied.
         self._is_staged = self._host_copies is not None and held is None and self.extension is None
         self._set_sizes(dtypes)
         self.sharded_bytes = self.part.nbytes + (0 if held is None else held.nbytes)
         self.kept: torch.Tensor | None = None
-        self._copy: tuple[Layout, Layout] | None = None  # layouts of `kept` and of the weight gathered from it
+        self._kept_pair: tuple[Layout, Layout] | None = None  # layouts of `kept` and of the weight gathered from it
         if layouts.kept is not None:
-            self._copy = with_dtype(layouts.kept[0], dtypes.use), with_dtype(layouts.kept[1], dtypes.use)
-        if layouts.kept is not None and not self.is_held:
-            self.kept = _empty(layouts.kept[0], dtypes.use, device)
-        self.kept_bytes = 0 if self.kept is None or self._copy is None else most_bytes(self._copy[0])
+            self._kept_pair = with_dtype(layouts.kept[0], dtypes.use), with_dtype(layouts.kept[1], dtypes.use)
+        if layouts.kept is not None and not self.is_replicated:
+            self.kept = empty(layouts.kept[0], dtypes.use, device)
+        self.kept_bytes = 0 if self.kept is None or self._kept_pair is None else most_bytes(self._kept_pair[0])
         self._set_pairs(dtypes)
         self.drop_kept()
         self.release()
-        if self.has_copy:
-            self.note_contents()
+        if self.has_held_shard:
+            self.record_fingerprint()
 
     def _set_pairs(self, dtypes: Dtypes) -> None:
-        """Sets the layouts of all moves, from which the cost of a unit's gathers and reductions follows."""
+        """Sets the source and target layouts of gathers and reductions, from which their cost is predicted."""
         sent = dtypes.gradients
         gradient = with_dtype(self.layouts.usual_gradient, sent), with_dtype(self.store, sent)
-        # The moves of a gather from the shards, and of one from the kept copy, if there is one.
-        self._pairs = [] if self.is_held else self.gather.pairs(self.use)
+        # The moves of a gather from the shards, and of a gather from the kept copy, if there is one.
+        self._pairs = [] if self.is_replicated else self.gather.pairs(self.use)
         self.gathers = [(self.moves, pair) for pair in self._pairs]
-        copies: list[Pair] = [] if self.kept is None or self._copy is None else [self._copy]
+        copies: list[Pair] = [] if self.kept is None or self._kept_pair is None else [self._kept_pair]
         self.gathers_from_kept = [(self.moves, pair) for pair in copies] or self.gathers
         self.reductions = [(self.moves, gradient)]  # of a gradient with the placements of the weight in use
 
@@ -152,15 +158,9 @@ class Weight(GradientMixin):
         """Makes a tensor in layout `use` the parameter `unsharded`, and watches its gradients."""
         self.unsharded = nn.Parameter(full, self.sharded.requires_grad)
         moves.mark_full(self.unsharded, self.name)
-        if not self.is_held:  # the memory of a held weight is never released
+        if not self.is_replicated:  # the memory of a held weight is never released
             by_storage[self.memory.untyped_storage()._cdata] = self
         self._watch()
-
-    def _extension(self, dtypes: Dtypes, device: torch.device) -> extensions.Extension:
-        module = self.owners[0][0]
-        made = extensions.Extension(self.name, module, self.layouts, self.moves, dtypes.use, dtypes.mp_policy, device)
-        made.read_error = self._read_error
-        return made
 
     @property
     def has_other_extension(self) -> bool:
@@ -169,8 +169,8 @@ class Weight(GradientMixin):
 
     @property
     def _current_local_tensor(self) -> torch.Tensor | None:
-        """The local tensor of the module's current parameter; None if that is no DTensor."""
-        parameters, name = self._slots[0]
+        """The local tensor of the sharded parameter that the module has now; None if that is no DTensor."""
+        parameters, name = self._registrations[0]
         found: Any = parameters[name]
         return getattr(self.sharded if found is self.unsharded else found, "_local_tensor", None)
 
@@ -199,21 +199,21 @@ class Weight(GradientMixin):
         layouts = self.layouts if self.part.dtype == self._dtype else self.layouts.with_dtype(self.part.dtype)
         dtypes, product = dtypes_of(self.name, self.sharded, self.owners, layouts)
         device = self.part.device if self.part.is_meta else self._device
-        held = None if layouts.store is layouts.shards else _empty(layouts.shards, self.part.dtype, device)
+        held = None if layouts.store is layouts.shards else empty(layouts.shards, self.part.dtype, device)
         self._set_up(layouts, dtypes, product, held)
-        self._held_from = self.sharded, ()  # an invalid version, so that the next use refreshes it
+        self._held_version = self.sharded, ()  # an invalid version, so that the next use refreshes it
 
     def _set_sizes(self, dtypes: Dtypes) -> None:
         """Sets sizes in bytes: those of the rank with the largest shard, so that all ranks make the same schedule."""
         in_use = with_dtype(self.use, dtypes.use)
         numel = most_bytes(in_use) // dtypes.use.itemsize
         self.gradient_bytes = numel * self.gradients.bytes_per_element  # a full gradient and its copy for messages
-        self.accumulated_gradient_bytes = numel * dtypes.reduce.itemsize  # a full gradient that waits, in reduce_dtype
+        self.accumulated_gradient_bytes = numel * dtypes.reduce.itemsize  # in reduce_dtype
         padding = 0 if self.product is None else self.product.padding_bytes
-        # A weight that is held unsharded, multiplied as received, or made by an extension needs no memory of its own.
-        has_none = self.is_held or self.product is not None or self.extension is not None
+        # A weight that is replicated, multiplied as received, or made by an extension needs no memory of its own.
+        has_none = self.is_replicated or self.product is not None or self.extension is not None
         self.full_bytes = 0 if has_none else most_bytes(in_use)
-        buffers = [] if self.is_held or self.extension is not None else self.gather.buffers(self.use)
+        buffers = [] if self.is_replicated or self.extension is not None else self.gather.buffers(self.use)
         self._buffer_bytes = [most_bytes(layout) + padding for layout in buffers]
         if self.product is not None and self.product.scales_bytes > 0:
             self._buffer_bytes.append(self.product.scales_bytes)
@@ -222,14 +222,14 @@ class Weight(GradientMixin):
 
     @property
     def owners(self) -> list[tuple[nn.Module, str]]:
-        """The modules that own the parameter, and its name in each."""
+        """The modules that have the parameter, and its name in each."""
         found = ((reference(), name) for reference, name in self._owners)
         return [(module, name) for module, name in found if module is not None]
 
     @property
     def current(self) -> nn.Parameter:
-        """The sharded parameter that its modules have now: users may have replaced it since the last step."""
-        parameters, name = self._slots[0]
+        """The sharded parameter that modules have now. Users may have replaced it since the last step."""
+        parameters, name = self._registrations[0]
         found = parameters[name]
         return self.sharded if found is None or found is self.unsharded else found
 
@@ -250,41 +250,43 @@ class Weight(GradientMixin):
 
     @property
     def source(self) -> tuple[int, tuple[int, ...]]:
-        """A value that changes with each write to the parameter, and if it is replaced."""
+        """A value that changes with each write to the parameter, and with each replacement."""
         return id(self.sharded), self.version
 
     @property
     def scale_request(self) -> ScaleRequest:
+        """This weight as an item of `set_scales`."""
         self.finish_refresh()
         return ScaleRequest(self.gather, self._gather_source, self.source)
 
     @property
     def _gather_source(self) -> torch.Tensor:
-        return self.part if self._held is None else self._held  # the tensor that gathers read
+        """The shard that gathers read, before a copy from the host."""
+        return self.part if self._held_shard is None else self._held_shard
 
-    def put(self, parameter: nn.Parameter) -> None:
-        """Sets the parameter of the modules that own this weight."""
-        for parameters, name in self._slots:
+    def _set_on_modules(self, parameter: nn.Parameter) -> None:
+        """Makes this the parameter of the owners."""
+        for parameters, name in self._registrations:
             parameters[name] = parameter
 
     def to_unsharded(self) -> None:
-        """Gives the modules the full parameter; with a product, also the class that multiplies by messages."""
-        self.put(self.unsharded)
+        """Gives the owners the unsharded parameter; with a product, also the class that multiplies by messages."""
+        self._set_on_modules(self.unsharded)
         if self.product is not None:
             self.product.begin(self)
 
     def to_sharded(self) -> None:
-        """Gives the modules the sharded parameter, unless users have replaced the full one."""
+        """Gives the owners the sharded parameter, unless users have replaced the unsharded one."""
         if self.product is not None:
             self.product.end(self)
-        for parameters, name in self._slots:
+        for parameters, name in self._registrations:
             if parameters[name] is self.unsharded:
                 parameters[name] = self.sharded
 
     def adopt_changes(self) -> None:
         """Adopts a parameter that users have replaced or frozen. Raises RuntimeError if it cannot be gathered."""
         self._adopt_parameter()
-        part: torch.Tensor = self.sharded._local_tensor  # type: ignore[attr-defined]
+        part = self.local_part
         if part.dtype != self._dtype or part.device.type != self._part_device_type:
             raise RuntimeError(
                 f"{self.name} must stay {self._dtype} on {self._part_device_type} during a step, got {part.dtype} on "
@@ -297,7 +299,7 @@ class Weight(GradientMixin):
 
     def _adopt_parameter(self) -> None:
         """Adopts the module's current parameter as `sharded`. Raises RuntimeError if its layout or device differs."""
-        parameters, name = self._slots[0]
+        parameters, name = self._registrations[0]
         found: Any = parameters[name]
         if found is not self.unsharded and found is not self.sharded:
             placements = self.layouts.placements
@@ -312,7 +314,7 @@ class Weight(GradientMixin):
                 raise RuntimeError(f"{self.name} was replaced while its gradient waits for a reduction. {before}")
             self.sharded = found
             self.watch_again()
-        part: torch.Tensor = self.sharded._local_tensor  # type: ignore[attr-defined]
+        part = self.local_part
         if part.device.type not in (self._shard_device_type, "meta"):
             raise RuntimeError(
                 f"{self.name} must stay on {self._shard_device_type}"
@@ -321,30 +323,31 @@ class Weight(GradientMixin):
             )
 
     @property
-    def has_copy(self) -> bool:
-        """True if the shard to gather from is a copy, not the parameter itself."""
-        return self._held is not None
+    def has_held_shard(self) -> bool:
+        """True if gathers read a held shard, not the part."""
+        return self._held_shard is not None
 
-    def note_contents(self) -> None:
-        """Notes a fingerprint of the parameter for `was_written`. Not in a capture, where the host cannot wait."""
+    def record_fingerprint(self) -> None:
+        """Records a fingerprint of the part for `was_written`. Not in a capture, where the host cannot wait."""
         is_captured = self._part_device_type not in ("cpu", "meta") and _runtime.is_capturing(self._part_device_type)
         is_readable = self.extension is None and not self.part.is_meta and not is_captured
-        self._contents = _runtime.fingerprint_of(self.part) if is_readable else None
+        self._fingerprint = _runtime.fingerprint_of(self.part) if is_readable else None
 
     @property
     def was_written(self) -> bool:
         """True if the parameter was written since copies of it were made: its version or fingerprint has changed."""
-        if self._held is not None and (
-            self._held_from is None or versions_differ([self._held_from], [(self.sharded, self.version)])
+        if self._held_shard is not None and (
+            self._held_version is None or versions_differ([self._held_version], [(self.sharded, self.version)])
         ):
             return True
-        return self._contents is not None and self._contents != _runtime.fingerprint_of(self.part)
+        return self._fingerprint is not None and self._fingerprint != _runtime.fingerprint_of(self.part)
 
-    def forget_copy(self) -> None:
-        self._held_from = None
+    def forget_held_shard(self) -> None:
+        """Marks the held shard as stale."""
+        self._held_version = None
 
     def watch_again(self) -> None:
-        """Watches the parameter for writes after it or its local tensor was replaced. Pins it if it is on the host."""
+        """Watches the parameter after it or its local tensor was replaced. With offload, pins its memory."""
         moves.watch(self.sharded)
         if self._host_copies is not None and self.part.device.type == "cpu":
             self.sharded._local_tensor = self._host_copies.to_host_memory(self.part)  # type: ignore[attr-defined]
@@ -365,22 +368,23 @@ class Weight(GradientMixin):
         )
 
     def start_refresh(self) -> None:
-        """Starts to refresh the held shard if the parameter was written or replaced."""
-        if self._held is None:
+        """Starts to move the part to the held shard, if the parameter was written or replaced."""
+        if self._held_shard is None:
             return
         now = self.sharded, self.version
-        if self._held_from is None or versions_differ([self._held_from], [now]):
+        if self._held_version is None or versions_differ([self._held_version], [now]):
             self.finish_refresh()
-            self._held_from = now
-            self.note_contents()
+            self._held_version = now
+            self.record_fingerprint()
             if self._host_copies is None:
-                self._refresh = self.moves(self.store, self.shards, self.part, self._held.data)
+                self._refresh = self.moves(self.store, self.shards, self.part, self._held_shard.data)
                 return
             with self._host_copies.on_h2d_stream():
                 self._refreshed_from = self.part.to(self._host_copies.device, non_blocking=True)
-                self._refresh = self.moves(self.store, self.shards, self._refreshed_from, self._held.data)
+                self._refresh = self.moves(self.store, self.shards, self._refreshed_from, self._held_shard.data)
 
     def finish_refresh(self) -> None:
+        """Waits for the move to the held shard, if one is in progress."""
         if self._refreshed_from is not None and self._host_copies is not None:
             self._host_copies.make_stream_wait()
             self._refreshed_from = None
@@ -389,12 +393,12 @@ class Weight(GradientMixin):
             self._refresh = None
 
     def start_gather(self, memory: torch.Tensor, offset_bytes: int, from_kept: bool, move: Move | None = None) -> None:
-        """Starts to gather, from the shards or the kept copy, into memory that the caller keeps until `release`.
+        """Starts to gather, from the shards or from the kept copy, into memory that the caller keeps until `release`.
 
-        `move` starts the moves instead of `moves`.
+        `move` starts the moves; default: `moves`.
         """
         self.finish_refresh()
-        if self.is_held:
+        if self.is_replicated:
             return
         if self.extension is not None:
             offsets = itertools.accumulate(map(aligned, self._buffer_bytes), initial=offset_bytes)
@@ -403,8 +407,8 @@ class Weight(GradientMixin):
         if self.product is None:
             _runtime.view_arena(self.memory, memory, offset_bytes)
         # `.data` has its own version counter, so autograd does not see a gather as a change of saved tensors.
-        if from_kept and self.kept is not None and self._copy is not None:
-            self.gather.start_from_copy(self._copy, self.kept, self.memory.data, move or self.moves)
+        if from_kept and self.kept is not None and self._kept_pair is not None:
+            self.gather.start_from_copy(self._kept_pair, self.kept, self.memory.data, move or self.moves)
             return
         offset_bytes += aligned(self.full_bytes)
         buffers = []
@@ -419,7 +423,7 @@ class Weight(GradientMixin):
         self.gather.start(self._pairs, part, self.memory.data, buffers, move or self.moves)
 
     def finish_gather(self) -> None:
-        """Waits for the gather. With a product, messages are decoded to the full weight only after a `read`."""
+        """Waits for the gather. With a product, messages are decoded to the full weight only once `read` was called."""
         if self.extension is not None:
             weight = self.extension.finish(self.unsharded)
             if weight is not None:
@@ -434,7 +438,7 @@ class Weight(GradientMixin):
                 self._decode_received()
 
     def read(self) -> nn.Parameter:
-        """Returns the full weight, for a read other than by `product`. Decodes it now, and in all later gathers."""
+        """Returns the unsharded parameter, for a read other than by `product`. Decodes this and all later gathers."""
         if not self._is_read:
             self._is_read = True
             self._decode_received()
@@ -449,47 +453,43 @@ class Weight(GradientMixin):
                 self.gather.format.decode(*self.gather.undecoded, self.memory.data)
 
     def save_kept_copy(self, memory: torch.Tensor, offset_bytes: int) -> None:
-        """Copies the kept part of the gathered weight to memory that the caller keeps until `drop_kept`."""
-        if self.kept is not None and self._copy is not None:
+        """Makes the kept copy from the gathered weight, in memory that the caller keeps until `drop_kept`."""
+        if self.kept is not None and self._kept_pair is not None:
             _runtime.view_arena(self.kept, memory, offset_bytes)
-            layout, use = self._copy
+            layout, use = self._kept_pair
             executables.run(self.moves.executable(use, layout), self.memory, False, self.kept)
 
     def drop_kept(self) -> None:
+        """Takes the memory of the kept copy away."""
         if self.kept is not None and not self.kept.is_meta:
             _runtime.release_memory(self.kept, self._read_error)
 
     def release(self) -> None:
-        """Takes the memory of the full weight away. A read before the next gather raises an error."""
+        """Takes the memory of `unsharded` away. A read before the next gather raises an error."""
         self.gather.undecoded = self.scales = None
         if self.extension is not None:
             self.extension.release()
-        if not self.is_held and not self.memory.is_meta:
+        if not self.is_replicated and not self.memory.is_meta:
             _runtime.release_memory(self.memory, self._read_error)
 
 
 def versions_differ(before: list[Version], now: list[Version]) -> bool:
-    """Returns true if parameters were replaced or written."""
+    """Returns true if parameters were replaced or written between two lists of their versions."""
     return len(before) != len(now) or any(a is not b or i != j for (a, i), (b, j) in zip(before, now))
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+def _shard_of(local: torch.Tensor, layouts: Layouts, layout: Layout) -> torch.Tensor:
+    """Returns this rank's shard in `layout`, without communication. `local` is in layout `use`.
 
-
-def _slice(local: torch.Tensor, layouts: Layouts, layout: Layout) -> torch.Tensor:
-    """Returns this rank's shard of a tensor in layout `use`, without communication, in contiguous memory of its own."""
+    The shard is contiguous, and shares no memory with `local`.
+    """
     if extensions.is_subclass(local) or extensions.has_extension(local):
         return extensions.shard(local, layouts)
     if local.is_meta:
-        return _empty(layout, local.dtype, local.device)
+        return empty(layout, local.dtype, local.device)
     part = plain_tensors.redistribute_part(local, layouts.use, layout, layouts.mesh, False, True)
     is_shared = part.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
     return part.clone(memory_format=torch.contiguous_format) if is_shared else part.contiguous()
-
-
-def _empty(layout: Layout, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.empty(layout.local_shape(dist.get_rank()), dtype=dtype, device=device)
 
 
 def _device_of(data: torch.Tensor, layouts: Layouts, host_copies: offload.HostCopies | None) -> torch.device:
