@@ -355,7 +355,7 @@ def _forwards_without_backwards() -> None:
         saved = weakref.ref(y)
         del y
         assert saved() is None
-        assert not [each for each in gc.get_objects() if type(each).__name__ in ("_Read", "_Activation")]
+        assert not [each for each in gc.get_objects() if type(each).__name__ in ("_SavedWeight", "_SavedTensor")]
     finally:
         gc.enable()
 

@@ -6,11 +6,14 @@ memory; slicing needs no communication. When a backward unpacks the tensor, the 
 A *sequence* is a list of tensors that were packed without an unpack in between, such as the activations of one forward.
 The first backward of a sequence gathers each activation when it is needed, and records the order. Later backwards of
 equal sequences gather one activation ahead. Ranks compare a sequence when they see it for the first time. Gathers
-depend only on counts that are equal on all ranks, never on the time at which a rank frees memory.
+depend only on counts that are equal on all ranks, never on the time at which a rank frees memory. Example: a forward
+packs activations 0, 1 and 2.
+
+    first backward    gather 2, unpack 2, gather 1, unpack 1, gather 0, unpack 0; recorded order: 2, 1, 0
+    later backwards   gather 2 and 1, unpack 2, gather 0, unpack 1, unpack 0
 
 In a step with a schedule of `fully_shard`, the schedule decides instead when gathers start (scheduler.py). A *span* is
-the memory of an activation; several saved tensors may be views of one span. `cut` and `full` are the layouts of a span
-that is sharded and gathered.
+the memory of an activation. Several saved tensors may be views of one span.
 """
 
 from __future__ import annotations
@@ -76,60 +79,63 @@ class checkpoint_cut(torch.autograd.graph.saved_tensors_hooks):
             raise argument_error("min_bytes", "an integer of at least 0", repr(min_bytes))
         self._mesh = mesh
         self._min_bytes = min_bytes
-        self._given = [span for index, tensor in enumerate(tensors) if (span := _span_of_argument(index, tensor, mesh))]
-        self._made: dict[_Span, tuple[_ShardedActivation, _Sequence]] = {}  # activations that the block has sharded
+        # Spans of `tensors`, which are equal on all ranks.
+        spans = [_span_of_argument(index, tensor, mesh) for index, tensor in enumerate(tensors)]
+        self._equal_spans = [span for span in spans if span is not None]
+        self._activations: dict[_Span, tuple[_ShardedActivation, _Sequence]] = {}  # those that the block has sharded
         super().__init__(self._pack, _unpack)
 
     def __exit__(self, *details: Any) -> None:
         super().__exit__(*details)
-        self._made.clear()
+        self._activations.clear()
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        """Hook: saves a view of a span, sharded once per block; packs other tensors in full."""
+        """Hook: packs a tensor as a view of its sharded span, which the block shards once. Packs others in full."""
         found = self._span_of(tensor)
         if found is None or found.size_bytes < self._min_bytes:
             return reads.pack(tensor)
         spec = tensor._spec if isinstance(tensor, DTensor) else None
         local = _local_of(tensor)
-        if found not in self._made:
-            activation = self._sharded(local, found)
+        if found not in self._activations:
+            activation = self._shard(local, found)
             key = self._mesh, groups.key_of_mesh(self._mesh)
-            self._made[found] = activation, _meshes.get_or_make(key, lambda: _OnMesh(self._mesh)).add(activation)
-        activation, sequence = self._made[found]
+            sequences = _meshes.get_or_make(key, lambda: _MeshSequences(self._mesh))
+            self._activations[found] = activation, sequences.add(activation)
+        activation, sequence = self._activations[found]
         activation.num_saved += 1
         return _Saved(activation, sequence, local.size(), local.stride(), local.storage_offset() - found.begin, spec)
 
     def _span_of(self, tensor: torch.Tensor) -> _Span | None:
-        """Returns the memory to shard when this tensor is saved, or None to save the tensor in full."""
+        """Returns the span to shard when this tensor is saved, or None to save the tensor in full."""
         if isinstance(tensor, DTensor):
             owner = tensor._base if tensor._is_view() else tensor
             if isinstance(owner, torch.nn.Parameter):
                 return None
             spec = tensor._spec
-            is_equal = is_equal_on(spec.mesh, tuple(spec.placements), self._mesh)
+            is_equal = has_equal_shards(spec.mesh, tuple(spec.placements), self._mesh)
             span = _span(_local_of(tensor)) if is_equal else None
             # A DTensor's operators count the versions of the DTensor, not those of its local tensor.
             return None if span is None else span._replace(version=(*span.version, tensor._version))
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
             return None
         span = _span(tensor)
-        return None if span is None else next((outer for outer in self._given if outer.holds(span)), None)
+        return None if span is None else next((outer for outer in self._equal_spans if outer.holds(span)), None)
 
-    def _sharded(self, local: torch.Tensor, span: _Span) -> _ShardedActivation:
-        """Returns a new sharded activation, from a span of the tensor's memory."""
+    def _shard(self, local: torch.Tensor, span: _Span) -> _ShardedActivation:
+        """Returns this rank's shard of a span of the tensor's memory, as an activation."""
         memory = local.detach().as_strided((span.numel,), (1,), span.begin)
-        full, cut = _layouts(self._mesh, span.numel, span.dtype)
+        full, sharded = _layouts(self._mesh, span.numel, span.dtype)
         if checking.is_on():
             _compare_values(self._mesh, local)
-        part = redistribute_local(memory, full, cut, device_mesh=self._mesh)
+        part = redistribute_local(memory, full, sharded, device_mesh=self._mesh)
         if part.numel() and part.untyped_storage()._cdata == memory.untyped_storage()._cdata:
             part = part.clone()
         counters.counts.activations_cut += 1
-        return _ShardedActivation(part, cut, full, self._mesh)
+        return _ShardedActivation(part, sharded, full, self._mesh)
 
 
 class _Span(NamedTuple):
-    """A range of elements of a storage, at one version."""
+    """A range of elements of a storage, at one version of the tensor."""
 
     storage: StorageWeakRef
     dtype: torch.dtype
@@ -152,7 +158,10 @@ class _Span(NamedTuple):
 
 
 def _span(tensor: torch.Tensor) -> _Span | None:
-    """Returns the memory from the first to the last element; None if empty, or if conj or neg bits are not resolved."""
+    """Returns the span from the first to the last element of a tensor.
+
+    Returns None for empty tensors, and for tensors with conj or neg bits, whose memory has other values.
+    """
     if tensor.numel() == 0 or tensor.is_conj() or tensor.is_neg():
         return None
     numel = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -167,10 +176,10 @@ def _local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _span_of_argument(index: int, tensor: Any, mesh: DeviceMesh) -> _Span | None:
-    """Returns the memory of argument `tensors[index]`; None for a DTensor. Raises ValueError for invalid tensors."""
+    """Returns the span of argument `tensors[index]`; None for a DTensor. Raises ValueError for invalid tensors."""
     name = f"tensors[{index}]"
     if isinstance(tensor, DTensor):
-        if not is_equal_on(tensor.device_mesh, tuple(tensor.placements), mesh):
+        if not has_equal_shards(tensor.device_mesh, tuple(tensor.placements), mesh):
             placed = f"{tuple(tensor.placements)} on {tensor.device_mesh}"
             raise argument_error(name, f"a DTensor that is replicated over {mesh}", placed)
         return None  # `_span_of` recognizes it when it is saved, like all DTensors
@@ -179,7 +188,7 @@ def _span_of_argument(index: int, tensor: Any, mesh: DeviceMesh) -> _Span | None
 
 
 @executables.cached
-def is_equal_on(of: DeviceMesh, placements: tuple[Any, ...], over: DeviceMesh) -> bool:
+def has_equal_shards(of: DeviceMesh, placements: tuple[Any, ...], over: DeviceMesh) -> bool:
     """Returns true if DTensors with `placements` on mesh `of` have equal shards on all ranks of mesh `over`."""
     mesh = Mesh(of)
     coordinates = [mesh.coordinate(rank) for rank in Mesh(over).ranks]
@@ -205,36 +214,36 @@ def _compare_values(mesh: DeviceMesh, local: torch.Tensor) -> None:
 
 
 class _ShardedActivation:
-    """An activation of which this rank keeps a shard."""
+    """An activation of which this rank keeps a shard between forward and backward."""
 
-    def __init__(self, part: torch.Tensor, cut: _planner.Layout, full: _planner.Layout, mesh: DeviceMesh) -> None:
-        self._part, self._cut, self._full, self._mesh = part, cut, full, mesh
+    def __init__(self, part: torch.Tensor, sharded: _planner.Layout, full: _planner.Layout, mesh: DeviceMesh) -> None:
+        self._part, self._sharded_layout, self._full_layout, self._mesh = part, sharded, full, mesh
         self._gathered: torch.Tensor | None = None  # the full activation, gathered or being gathered
-        self._num_unpacked = 0  # number of its saved tensors that this backward has unpacked
-        self.num_saved = 0  # number of saved tensors that are views of it
+        self._num_unpacked = 0  # number of its views that this backward has unpacked
+        self.num_saved = 0  # number of its views that autograd has saved
         self.index = 0  # its index in its sequence
-        self.was_needed = False  # a backward has unpacked it
+        self.was_unpacked = False  # a backward has unpacked it
         # Dtype and size, to compare ranks.
         self.signature = f"{str(part.dtype).removeprefix('torch.')}[{full.shape[0]}]"
-        # The running step of `fully_shard`, if any, and the activation's number in it.
+        # The step of `fully_shard` that saves it, if any, and its number in that step.
         self._step = scheduler.current_activations
-        about = scheduler.ActivationInfo(self.signature, part.nbytes, part.device.type, cut, full)
-        self._number = 0 if self._step is None else self._step.save(self, about)
+        info = scheduler.ActivationInfo(self.signature, part.nbytes, part.device.type, sharded, full)
+        self._number = 0 if self._step is None else self._step.save(self, info)
 
     def start_gather(self) -> None:
         """Starts to gather, unless the activation is gathered or being gathered."""
         if self._gathered is None:
             counters.counts.activation_gathers += 1
             self._gathered = redistribute_local(
-                self._part, self._cut, self._full, device_mesh=self._mesh, async_op=True
+                self._part, self._sharded_layout, self._full_layout, device_mesh=self._mesh, async_op=True
             )
 
     def unpack(self, sequence: _Sequence) -> torch.Tensor:
-        """Returns the full activation. Frees it once each saved view of it was unpacked."""
+        """Returns the full activation, and starts gathers ahead. Drops it after the unpack of its last saved view."""
         step = None if self._step is None or self._step.is_over else self._step
         ahead: list[Any] = []
         if self._num_unpacked == 0:
-            following = sequence.reach(self, self._part.device)
+            following = sequence.begin_unpack(self, self._part.device)
             planned = None if step is None else step.begin_turn(self._number)
             ahead = planned if planned is not None else [] if following is None else [following]
         self.start_gather()
@@ -274,53 +283,53 @@ def _unpack(saved: Any) -> torch.Tensor:
 class _Sequence:
     """The activations of one mesh that were packed without an unpack in between."""
 
-    def __init__(self, on: _OnMesh, is_in_backward: bool) -> None:
+    def __init__(self, on: _MeshSequences, is_in_backward: bool) -> None:
         self.is_in_backward = is_in_backward
         self.is_closed = False  # an activation of it was unpacked
-        self._on = on
-        self._seen: list[str] = []  # dtype and size of each activation
+        self._mesh_sequences = on
+        self._signatures: list[str] = []  # dtype and size of each activation, by index
         # Activations that are not gathered yet. They are held here so that a rank takes part in a gather even if its
-        # autograd has freed the activation. Sequences longer than any that a backward has unpacked hold none, so
-        # forwards without backwards do not accumulate memory.
+        # autograd has freed the activation. A sequence that is longer than any that a backward has unpacked holds none,
+        # so forwards without backwards do not accumulate memory.
         self._held: dict[int, _ShardedActivation] = {}
-        self._reached: list[int] = []  # numbers in the order in which this backward needs them
-        # Numbers in the order of the last backward. None once this backward differs from it; `_reached` replaces it.
-        self._planned: list[int] | None = []
+        self._order: list[int] = []  # indices of activations, in the order in which this backward needs them
+        # The order of the last backward of an equal sequence; empty without one. None once this backward differs.
+        self._expected_order: list[int] | None = []
 
     def add(self, activation: _ShardedActivation) -> None:
-        """Adds an activation that was packed, and numbers it."""
-        activation.index = len(self._seen)
-        self._seen.append(activation.signature)
-        if len(self._seen) <= self._on.longest:
+        """Adds an activation that was packed, and sets its index."""
+        activation.index = len(self._signatures)
+        self._signatures.append(activation.signature)
+        if len(self._signatures) <= self._mesh_sequences.longest:
             self._held[activation.index] = activation
         else:
             self._held.clear()
 
-    def reach(self, activation: _ShardedActivation, device: torch.device) -> _ShardedActivation | None:
-        """Notes that the backward needs this activation. Returns the next one, to gather ahead, or None."""
+    def begin_unpack(self, activation: _ShardedActivation, device: torch.device) -> _ShardedActivation | None:
+        """Records that a backward needs this activation. Returns the activation to gather ahead, if any."""
         if not self.is_closed:
             self.is_closed = True
-            self._planned = self._on.order_of(tuple(self._seen), device)
+            self._expected_order = self._mesh_sequences.order_of(tuple(self._signatures), device)
         self._held.pop(activation.index, None)
-        if activation.was_needed:  # by an earlier backward through the same graph
+        if activation.was_unpacked:  # by an earlier backward through the same graph
             return None
-        activation.was_needed = True
-        at = len(self._reached)
-        if self._planned is not None and self._planned[at : at + 1] != [activation.index]:
-            self._planned = None
-            self._on.orders[tuple(self._seen)] = self._reached
-        self._reached.append(activation.index)
-        following = [] if self._planned is None else self._planned[at + 1 : at + 2]
+        activation.was_unpacked = True
+        at = len(self._order)
+        if self._expected_order is not None and self._expected_order[at : at + 1] != [activation.index]:
+            self._expected_order = None
+            self._mesh_sequences.orders[tuple(self._signatures)] = self._order
+        self._order.append(activation.index)
+        following = [] if self._expected_order is None else self._expected_order[at + 1 : at + 2]
         return self._held.get(following[0]) if following else None
 
 
-class _OnMesh:
+class _MeshSequences:
     """The sequences of one mesh. They are the same on all ranks of the mesh."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh = mesh
         self._current = _Sequence(self, False)
-        self.orders: dict[tuple[str, ...], list[int]] = {}  # by sequence: the order in which it was unpacked
+        self.orders: dict[tuple[str, ...], list[int]] = {}  # by signatures of a sequence: order of its last backward
         self.longest = 0  # length of the longest sequence in `orders`
 
     def add(self, activation: _ShardedActivation) -> _Sequence:
@@ -330,23 +339,23 @@ class _OnMesh:
         self._current.add(activation)
         return self._current
 
-    def order_of(self, seen: tuple[str, ...], device: torch.device) -> list[int]:
+    def order_of(self, signatures: tuple[str, ...], device: torch.device) -> list[int]:
         """Returns the order of the last backward of an equal sequence; empty if there was none.
 
         Raises ValueError on all ranks of the mesh if their sequences differ.
         """
-        known = self.orders.get(seen)
+        known = self.orders.get(signatures)
         if known is not None:
             return list(known)
-        fields = {"number of activations": str(len(seen)), "activations": ", ".join(seen)}
+        fields = {"number of activations": str(len(signatures)), "activations": ", ".join(signatures)}
         text = "have saved different activations"
         remedy = "Run the same blocks with the same tensors, in the same order, on all ranks of a mesh"
         MeshWords(self._mesh, device).compare(Statement("sw.fsdp.checkpoint_cut", fields, mismatch=text, remedy=remedy))
         if len(self.orders) >= _MAX_ORDERS:
             del self.orders[next(iter(self.orders))]
-        self.longest = max(self.longest, len(seen))
+        self.longest = max(self.longest, len(signatures))
         return []
 
 
 _MAX_ORDERS = 1024  # maximum number of recorded orders for each mesh (FIFO)
-_meshes: executables.PlanningCache[_OnMesh] = executables.PlanningCache()
+_meshes: executables.PlanningCache[_MeshSequences] = executables.PlanningCache()

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from ..layouts.errors import argument_error
 from .chunks import linear_forward
-from .reads import Recording
+from .reads import SavedWeightHooks
 from .runner import Runner
 from .units import Unit, UnitOptions, forget_written_copies
 
@@ -70,7 +70,7 @@ class ShardedModule(FSDPModule):
         state = getattr(self, ATTRIBUTE)
         depth = len(state.unit.forwards)
         try:
-            with Recording(self):  # type: ignore[arg-type]
+            with SavedWeightHooks(self):  # type: ignore[arg-type]
                 return super().__call__(*args, **kwargs)  # type: ignore[misc]
         except BaseException as error:
             if state.runner is not None:

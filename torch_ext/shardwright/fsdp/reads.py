@@ -2,8 +2,8 @@
 
 Hooks on the outputs of a unit gather its weights before its backward. A forward may also store tensors elsewhere, such
 as in an attribute of a module or in an object that is not searched, and those have no hook. Therefore each weight, or
-view of a weight, that autograd saves in a forward is packed as a `_Read`. A backward that unpacks it first gathers the
-unit's weights if they are not gathered.
+view of a weight, that autograd saves in a forward is packed as a `_SavedWeight`. A backward that unpacks it first
+gathers the unit's weights if they are not gathered.
 
 To *pack* is to replace a tensor that autograd saves, and to *unpack* is to return it to a backward. Versions are
 PyTorch's counters of writes, by which an unpack detects a write since the pack.
@@ -38,7 +38,7 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 _CHECKPOINT = inspect.unwrap(checkpoint)  # key of `checkpoint` in a module's torch states
 
 
-class _Read(NamedTuple):
+class _SavedWeight(NamedTuple):
     """A saved tensor in the storage of a weight."""
 
     tensor: torch.Tensor
@@ -48,7 +48,7 @@ class _Read(NamedTuple):
     version: tuple[int, ...]  # version of the parameter when it was saved
 
 
-class _Activation(NamedTuple):
+class _SavedTensor(NamedTuple):
     """A saved tensor that is not in the storage of a weight."""
 
     tensor: torch.Tensor
@@ -56,14 +56,14 @@ class _Activation(NamedTuple):
     owner: weakref.ref[torch.Tensor] | None  # the tensor that `version` belongs to; None: `tensor`
 
 
-class Recording:
-    """A block, around a forward of a module, in which autograd saves weights as `_Read`."""
+class SavedWeightHooks:
+    """Hooks for saved tensors around a forward of a module: autograd saves weights as `_SavedWeight`."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
 
     def __enter__(self) -> None:
-        """Pushes the hooks, unless outer hooks of this library pack weights already."""
+        """Pushes the hooks, unless outer hooks of this library already pack weights (attribute `_packs_weights`)."""
         self._is_pushed = False
         if self._is_recomputed_from_within or not torch._C._autograd._saved_tensors_hooks_is_enabled():
             return
@@ -71,7 +71,7 @@ class Recording:
         if around is not None and getattr(around[0], "_packs_weights", False):
             return
         self._pack: Any
-        self._pack, unpack_all = (pack, unpack) if around is None else _within(*around)
+        self._pack, unpack_all = (pack, unpack) if around is None else _combined(*around)
         if around is not None and getattr(around[0], "_checkpoint_internal", False):
             # A nested checkpoint looks for the hooks that are active around all checkpoints (torch 2.15).
             self._pack._checkpoint_internal = True  # type: ignore[attr-defined]
@@ -83,8 +83,8 @@ class Recording:
     def _is_recomputed_from_within(self) -> bool:
         """True in a recomputation by torch's composable `checkpoint`.
 
-        Its hooks became active within this block in the forward, so they got the weights. A recomputation must save
-        the same number of tensors to them.
+        In the forward, its hooks became active within these hooks, so they got the weights. In the recomputation they
+        must get the same number of tensors, so these hooks stay off.
         """
         state = self._module.__dict__.get(STATE_KEY, {}).get(_CHECKPOINT)
         return state is not None and not state.enable_hook
@@ -98,24 +98,25 @@ class Recording:
 
 _MAX_FORWARDS = 64  # forwards of a unit whose versions are kept
 
-# By unit and forward: versions of the parameters at forwards that could not pack weights.
-_unpacked: weakref.WeakKeyDictionary[Unit, dict[int, list[Version]]] = weakref.WeakKeyDictionary()
+# By unit and number of a forward that could not pack weights: versions of the parameters at that forward.
+_versions_without_hooks: weakref.WeakKeyDictionary[Unit, dict[int, list[Version]]] = weakref.WeakKeyDictionary()
 
 
 def note_forward(unit: Unit, forward: int) -> None:
-    """Notes the versions of a unit's parameters if hooks for saved tensors are disabled, for `check_backward`."""
+    """Records the versions of a unit's parameters for `check_backward`, if hooks for saved tensors are disabled."""
     if not torch._C._autograd._saved_tensors_hooks_is_enabled():
-        store(_unpacked.setdefault(unit, {}), forward, unit.versions, _MAX_FORWARDS)
+        store(_versions_without_hooks.setdefault(unit, {}), forward, unit.versions, _MAX_FORWARDS)
 
 
 def check_backward(unit: Unit, forward: int) -> None:
     """Raises RuntimeError if parameters were written since a forward that could not pack them."""
-    before = _unpacked.get(unit, {}).get(forward)
+    before = _versions_without_hooks.get(unit, {}).get(forward)
     if before is not None and versions_differ(before, unit.versions):
         raise _written(f"parameters of {unit.name} were")
 
 
 def _written(subject: str) -> RuntimeError:
+    """Returns the error for a write. `subject`: the parameters, with "was" or "were"."""
     needs = "which needs the old values. Write parameters after the backward"
     return RuntimeError(f"{subject} written between a forward and its backward, {needs}")
 
@@ -128,8 +129,7 @@ def _weight_of(tensor: torch.Tensor) -> Weight | None:
     address = local.untyped_storage()._cdata
     weight = by_storage.get(address)
     # A converted weight has a new storage, and its old address may belong to another tensor.
-    is_its = weight is not None and weight.memory.untyped_storage()._cdata == address
-    return weight if is_its else None
+    return weight if weight is not None and weight.memory.untyped_storage()._cdata == address else None
 
 
 @torch._disable_dynamo  # it would compile a hook by itself under the `compile()` of a module that it does not compile
@@ -138,15 +138,16 @@ def pack(tensor: torch.Tensor) -> Any:
     weight = _weight_of(tensor)
     unit = None if weight is None or weight.unit is None else weight.unit()
     if weight is not None and unit is not None:
-        return _Read(_without_graph(tensor), weight, unit, unit.forwards[-1] if unit.forwards else 0, weight.version)
+        forward = unit.forwards[-1] if unit.forwards else 0
+        return _SavedWeight(_without_graph(tensor), weight, unit, forward, weight.version)
     # PyTorch does not check versions of tensors that a hook packs. A detached DTensor has a version counter of its own.
     owner = weakref.ref(tensor) if isinstance(tensor, DTensor) else None
-    return _Activation(_without_graph(tensor), tensor._version, owner)
+    return _SavedTensor(_without_graph(tensor), tensor._version, owner)
 
 
 def unpack(saved: Any) -> torch.Tensor:
     """Returns a tensor that `pack` has packed, and gathers its weight. Raises RuntimeError if it was written."""
-    if type(saved) is _Read:
+    if type(saved) is _SavedWeight:
         if saved.weight.version != saved.version:
             raise _written(f"{saved.weight.name} was")
         saved.unit.read(saved.forward)
@@ -171,20 +172,21 @@ def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach()
 
 
-def _within(outer_pack: _Pack, outer_unpack: _Unpack) -> tuple[_Pack, _Unpack]:
-    """Returns hooks that handle weights, and pass other tensors to the hooks that are active around the forward."""
+def _combined(outer_pack: _Pack, outer_unpack: _Unpack) -> tuple[_Pack, _Unpack]:
+    """Returns hooks that pack weights, and pass other tensors to the hooks that are active around the forward."""
 
-    def unpack_within(saved: Any) -> torch.Tensor:
-        return unpack(saved) if type(saved) is _Read else outer_unpack(saved)
+    def unpack_combined(saved: Any) -> torch.Tensor:
+        return unpack(saved) if type(saved) is _SavedWeight else outer_unpack(saved)
 
-    # A function decorated here would be in a reference cycle with the graph of the outer hooks.
-    pack_within = functools.partial(_pack_within, outer_pack)
-    pack_within._packs_weights = True  # type: ignore[attr-defined]
-    return pack_within, unpack_within
+    # A decorated function in place of the partial would be in a reference cycle with the graph of the outer hooks.
+    pack_combined = functools.partial(_pack_combined, outer_pack)
+    pack_combined._packs_weights = True  # type: ignore[attr-defined]
+    return pack_combined, unpack_combined
 
 
 @torch._disable_dynamo
-def _pack_within(outer_pack: _Pack, tensor: torch.Tensor) -> Any:
+def _pack_combined(outer_pack: _Pack, tensor: torch.Tensor) -> Any:
+    """Packs a weight by `pack`, and another tensor by `outer_pack`."""
     return outer_pack(tensor) if _weight_of(tensor) is None else pack(tensor)
 
 

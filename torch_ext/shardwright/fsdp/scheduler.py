@@ -29,10 +29,10 @@ from .packing import ALIGNMENT
 from .units import Unit
 
 
-class Event(NamedTuple):
-    """The uses and sizes of one sharded activation of a step (fsdp/activations.py)."""
+class ActivationUses(NamedTuple):
+    """The uses and sizes of one sharded activation of a step (activations.py)."""
 
-    saved_index: int  # in the order of saving
+    saved_index: int  # index in the order of saving
     name: str
     kept_bytes: int  # size of this rank's shard
     full_bytes: int  # size of the gathered activation
@@ -40,20 +40,20 @@ class Event(NamedTuple):
     saved: int  # use that saves it
     first: int  # first use that needs it
     last: int  # last use that needs it
-    until: int  # turn in which it is freed (turns: see below, before `ActivationInfo`)
+    until: int  # turn in which it is freed (the comment before `ActivationInfo` explains turns)
 
     @property
-    def parts(self) -> tuple[str, int, int, int, int, int, int, int]:
+    def fields(self) -> tuple[str, int, int, int, int, int, int, int]:
         """All fields except `saved_index`, as `StepSchedule` takes them."""
         return self[1:]
 
 
 class Times(NamedTuple):
-    """The times of a step in picoseconds. Ranks use equal times, so that they make the same schedule."""
+    """The times of a step in picoseconds. Schedules are made from times that are equal on all ranks."""
 
-    uses: list[int]  # compute of each use
+    uses: list[int]  # compute time of each use
     copies: list[tuple[int, int]]  # by unit: copies from the host for a gather, and to the host for a reduction
-    activations: list[Event] = []  # activations whose gathers are scheduled
+    activations: list[ActivationUses] = []  # activations whose gathers are scheduled
 
 
 class Clock:
@@ -82,7 +82,7 @@ class Clock:
         return [max(1000, round(1e9 * a.elapsed_time(b))) for a, b in zip(begins, ends, strict=True)]
 
     def intervals_since(self, origins: dict[str, Any]) -> list[tuple[float, float]]:
-        """Returns begin and end of each interval, in seconds since the mark of the device type in `origins`."""
+        """Returns begin and end of each interval in seconds since a mark. `origins`: a mark of each device type."""
         origin = origins[self._device.type]
         if self._device.type == "cpu":
             seconds = [(mark - origin) / 1e9 for mark in self._marks]
@@ -92,7 +92,7 @@ class Clock:
 
 
 def _mark(device: torch.device) -> Any:
-    """Returns the current time: nanoseconds on CPU, an event of the current stream elsewhere."""
+    """Returns a mark of the current time: nanoseconds on CPU, an event of the current stream elsewhere."""
     if device.type == "cpu":
         return time.perf_counter_ns()
     event = torch.Event(device, enable_timing=True)
@@ -113,12 +113,12 @@ class Listener:
     ) -> None:
         """Adds a step that has ended. `names` and `copies` are lists by unit."""
         clock.intervals_ps()  # waits for the last interval
-        heard = [
+        named_copies = [
             (name, copy.to_host, *copy.seconds_since(self._origins))
             for name, all_copies in zip(names, copies, strict=True)
             for copy in all_copies
         ]
-        self.steps.append(RecordedStep(schedule, names, clock.intervals_since(self._origins), heard))
+        self.steps.append(RecordedStep(schedule, names, clock.intervals_since(self._origins), named_copies))
 
 
 listener: Listener | None = None  # active in a block of `listening`; None outside
@@ -170,11 +170,12 @@ def agreed_times(times: Times, meshes: set[DeviceMesh], device: torch.device) ->
 # ---- activations that `checkpoint_cut` shards: the uses that save, need and free each of them
 #
 #     saved    a forward saves the activation; activations are numbered in this order
-#     turn     the backward needs the activation for the first time; turns are numbered in this order
+#     turn     the part of the backward that begins when it needs the activation for the first time, and ends at the
+#              turn of another activation; turns are numbered in this order
 #     freed    the backward has needed it for the last time
 #
-# A schedule starts some gathers before a use begins, and some in the turn of another activation. If a turn differs from
-# the schedule, the rest of the step gathers in the order of the sequence (fsdp/activations.py).
+# A schedule starts some gathers before a use begins, and others in the turn of another activation. If a turn differs
+# from the schedule, the rest of the step gathers one activation ahead in the recorded order (activations.py).
 
 
 class ActivationInfo(NamedTuple):
@@ -188,10 +189,10 @@ class ActivationInfo(NamedTuple):
 
 
 class ActivationPlan(NamedTuple):
-    """The schedule of activations, in the order of turns."""
+    """The schedule of activations. Lists are in the order of turns."""
 
     indices: Sequence[int]  # the activation of each turn
-    gathers: Sequence[tuple[int, int]]  # the use and the turn in which its gather starts; turn -1: before the use
+    gathers: Sequence[tuple[int, int]]  # the use and the turn in which the gather starts; turn -1: before the use
 
 
 class StepActivations:
@@ -204,16 +205,16 @@ class StepActivations:
         self._saved: list[tuple[weakref.ref[Any], int]] = []  # by number: the activation, and the use that saved it
         self._turns: list[tuple[int, int]] = []  # by turn: the activation's number, and the use
         self._freed: dict[int, tuple[int, int]] = {}  # by number: the turn and the use in which it was freed
-        self._about: list[ActivationInfo] = []  # by number
+        self._infos: list[ActivationInfo] = []  # by number of the activation
 
-    def save(self, activation: Any, about: ActivationInfo) -> int:
+    def save(self, activation: Any, info: ActivationInfo) -> int:
         """Adds an activation that a forward saves; it must have a method `start_gather`. Returns its number."""
         self._saved.append((weakref.ref(activation), self.use))
-        self._about.append(about)
+        self._infos.append(info)
         return len(self._saved) - 1
 
     def begin_use(self, use: int, as_planned: bool) -> None:
-        """Begins a use, and starts the gathers that the schedule has before it. `as_planned`: follow the schedule."""
+        """Begins a use, and starts the gathers before it. `as_planned`: False ends the use of the schedule."""
         self.use = use
         if not as_planned:
             self._plan = None
@@ -221,7 +222,7 @@ class StepActivations:
             activation.start_gather()
 
     def begin_turn(self, index: int) -> list[Any] | None:
-        """Notes that the backward needs an activation for the first time.
+        """Records that the backward needs an activation for the first time.
 
         Returns the activations whose gathers the schedule starts in this turn; None if no schedule is followed.
         """
@@ -232,11 +233,11 @@ class StepActivations:
         return None if self._plan is None else self._starting(turn)
 
     def note_freed(self, index: int) -> None:
-        """Notes that the backward has freed an activation."""
+        """Records that the backward has freed an activation."""
         self._freed[index] = len(self._turns) - 1, self.use
 
     def _starting(self, turn: int) -> list[Any]:
-        """Returns the living activations whose gathers start in a turn; for turn -1, before the running use."""
+        """Returns the activations that still exist and whose gathers start in a turn; -1: before the running use."""
         if self._plan is None:
             return []
         indices = [
@@ -254,18 +255,18 @@ class StepActivations:
         if current_activations is self:
             current_activations = None
 
-    def events(self) -> list[Event]:
+    def events(self) -> list[ActivationUses]:
         """Returns the activations that had a turn, in the order of turns."""
         end = len(self._turns) - 1, max(self.use, 0)
         events = []
         for index, first in self._turns:
             until, last = self._freed.get(index, end)
-            about, saved = self._about[index], self._saved[index][1]
-            plan = executables.make_plan(about.sharded, about.full, about.device_type)
+            info, saved = self._infos[index], self._saved[index][1]
+            plan = executables.make_plan(info.sharded, info.full, info.device_type)
             gather_ps = round(1e6 * plan.predicted_us)
-            full_bytes = int(about.full.shape[0]) * getattr(torch, about.full.dtype).itemsize
-            figures = about.kept_bytes, full_bytes, gather_ps, saved, first, max(first, last), until
-            events.append(Event(index, about.name, *figures))
+            full_bytes = int(info.full.shape[0]) * getattr(torch, info.full.dtype).itemsize
+            figures = info.kept_bytes, full_bytes, gather_ps, saved, first, max(first, last), until
+            events.append(ActivationUses(index, info.name, *figures))
         return events
 
 
@@ -279,7 +280,7 @@ def begin_activations(plan: ActivationPlan | None) -> StepActivations:
     return current_activations
 
 
-def agreed_events(events: list[Event], words: MeshWords) -> list[Event]:
+def agreed_events(events: list[ActivationUses], words: MeshWords) -> list[ActivationUses]:
     """Returns the events with each size's and time's maximum over the ranks of a mesh. Collective.
 
     Returns an empty list if ranks differ in the number, uses or turns of activations. They may differ because the size
@@ -301,7 +302,7 @@ def agreed_events(events: list[Event], words: MeshWords) -> list[Event]:
 
 
 class Key(NamedTuple):
-    """The properties of a sequence that select its schedule."""
+    """The key of a sequence, which selects its schedule: its first use, and the treatment of gradients."""
 
     units: tuple[int, ...]  # open units of the first use
     kind: str  # kind of the first use
@@ -316,7 +317,7 @@ class Use(NamedTuple):
     units: tuple[int, ...]  # indices of the open units
     kind: str  # "forward", "recompute" or "backward"
     gradients: list[int]  # indices of units whose reduction starts in it
-    computed: list[tuple[int, int]]  # full gradients that it computes: unit, index into ChunkedUnit.weights
+    computed: list[tuple[int, int]]  # full gradients that it computes: (unit, index into `ChunkedUnit.weights`)
 
 
 def same_uses(uses: Sequence[Use], others: Sequence[Use]) -> bool:
@@ -325,22 +326,25 @@ def same_uses(uses: Sequence[Use], others: Sequence[Use]) -> bool:
 
 
 def gather_until(units: Sequence[Unit], uses: Sequence[Use]) -> list[int]:
-    """Returns, by use, the last use whose gathers must have started by then (`set_modules_to_*_prefetch`)."""
+    """Returns, by use, the last use whose gathers must have started by then (`set_modules_to_*_prefetch`).
+
+    Example: the forwards of units 0, 1 and 2, where unit 0 prefetches unit 2: [2, 1, 2].
+    """
     index = {id(unit): unit_index for unit_index, unit in enumerate(units)}
     until = list(range(len(uses)))
     for i, use in enumerate(uses):
         for opened in use.units:
             if use.kind == "recompute" or (i > 0 and opened in uses[i - 1].units):
                 continue
-            for wished in units[opened].unit_options.prefetch(use.kind):
-                unit_index = index.get(id(wished))
+            for prefetched in units[opened].unit_options.prefetch(use.kind):
+                unit_index = index.get(id(prefetched))
                 following = (j for j in range(i + 1, len(uses)) if unit_index in uses[j].units)
                 until[i] = max(until[i], next(following, i))
     return until
 
 
 class Plan:
-    """A schedule, and the actions that the runner takes in each use."""
+    """A schedule as the runner executes it: its actions by use."""
 
     def __init__(
         self,
@@ -412,7 +416,7 @@ def make_schedule(
         "alignment_bytes": ALIGNMENT,
         "held_bytes": held_bytes(units, key, uses),
         "gather_until": gather_until(units, uses),
-        "activations": [] if times is None else [event.parts for event in times.activations],
+        "activations": [] if times is None else [event.fields for event in times.activations],
     }
     budget = memory_limit
     if budget is None:  # computed without times, so that the memory limit does not depend on them
@@ -432,7 +436,7 @@ def make_schedule(
 
 
 def held_bytes(units: Sequence[Unit], key: Key, uses: Sequence[Use]) -> int:
-    """Returns bytes outside the arena: weights that stay gathered between steps, and full gradients that wait."""
+    """Returns the bytes outside the arena: weights that stay gathered between steps, and accumulated gradients."""
     held = sum(unit.use_bytes for unit in units if unit.unit_options.keep_between_steps)
     held += sum(unit.accumulated_gradient_bytes for unit, accumulates in zip(units, key.accumulates) if accumulates)
     new = (  # gradients from autograd, until they are added to the accumulated ones
