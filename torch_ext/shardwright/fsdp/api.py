@@ -1,8 +1,13 @@
 """`fully_shard`: weights that are sharded between uses and gathered when they are used.
 
-A *unit* is the weights of one call of `fully_shard`. A *use* is a range of compute, of a forward or a backward, with
-the units that it needs. The *runner* (runner.py) of a model gathers and releases all units of the model. This file has
-the hooks that tell the runner when uses begin and end.
+A *unit* is the weights of one call of `fully_shard`, FSDP2's parameter group. A *use* is a range of compute, of a
+forward or a backward, with the units that it needs. The *runner* (runner.py) of a model gathers and releases all units
+of the model. This file has the hooks that tell the runner when uses begin and end:
+
+    pre-forward      `_State.before_forward`, before the forward of a module of the unit
+    post-forward     `_State.after_forward`, after it
+    pre-backward     `_pre_backward`, when the gradient of an output of that forward is computed
+    post-backward    `_PostBackward`, when the gradients of its inputs are computed
 """
 
 from __future__ import annotations
@@ -128,19 +133,19 @@ def fully_shard(
     placing = ShardingArguments(data, shard_placement_fn, options, reshard_after_forward, host_copies is not None)
     layouts = [placing.layouts_of(sites[0][2], parameter) for parameter, sites in found]
     dtypes_of = _dtypes_by(policy, options.matmul_format)
-    carried = [
+    dtypes = [
         dtypes_of(sites[0][2], parameter, [site[:2] for site in sites], placed)
         for (parameter, sites), placed in zip(found, layouts, strict=True)
     ]
-    made = []
+    weights = []
     with torch.no_grad():
-        for (parameter, sites), placed, (in_dtypes, product) in zip(found, layouts, carried, strict=True):
+        for (parameter, sites), placed, (in_dtypes, product) in zip(found, layouts, dtypes, strict=True):
             owners = [site[:2] for site in sites]
             weight = Weight(sites[0][2], parameter, owners, placed, in_dtypes, host_copies, product)
             setattr(parameter, GIVEN, True)
             setattr(weight.sharded, SHARDED, True)
-            made.append(weight)
-    unit = Unit(type(modules[0]).__name__, modules, made, reshard_after_forward is False, host_copies)
+            weights.append(weight)
+    unit = Unit(type(modules[0]).__name__, modules, weights, reshard_after_forward is False, host_copies)
     state = _State(unit, policy, dtypes_of, options)
     for owner in modules:
         setattr(owner, ATTRIBUTE, state)
@@ -159,7 +164,7 @@ def _register(module: nn.Module, state: _State) -> None:
 
 
 def _register_state_dict_hooks(state: _State) -> None:
-    """Adds hooks: state dicts see sharded parameters, and loaded ones may have other dtypes or devices."""
+    """Adds hooks of state dicts: they have sharded parameters, and a loaded one may change dtypes or devices."""
     for owner in {owner: None for weight in state.unit.weights for owner, _ in weight.owners}:
         owner.register_state_dict_pre_hook(state.before_state_dict)
         owner.register_load_state_dict_pre_hook(state.before_state_dict)
@@ -167,7 +172,7 @@ def _register_state_dict_hooks(state: _State) -> None:
 
 
 def _dtypes_by(policy: Policy, matmul_format: str | None) -> DtypesOf:
-    """Returns a function that checks a parameter and returns its dtypes and its matmul (weights.py: DtypesOf)."""
+    """Returns a function that checks a parameter, and returns its dtypes and its product (weights.py: DtypesOf)."""
 
     def dtypes_of(name: str, parameter: nn.Parameter, owners: Any, placed: Layouts) -> Any:
         in_dtypes = policy.of(parameter)
@@ -240,7 +245,7 @@ class _State:
 
     @graphs.traced_by_callers
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Hook: casts the inputs, opens the unit and gathers it. Returns the inputs."""
+        """Pre-forward hook: casts the inputs, opens the unit and gathers it. Returns the inputs."""
         is_traced = torch.compiler.is_compiling()
         if is_traced and self._why_not_in_graphs is None:
             return graphs.begin_forward(self._handle, self.unit, self._cast_inputs(args, kwargs))
@@ -248,7 +253,7 @@ class _State:
 
     @graphs.traced_by_callers
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Hook: closes the unit. Returns the output, cast to output_dtype."""
+        """Post-forward hook: closes the unit. Returns the output, cast to output_dtype."""
         if torch.compiler.is_compiling() and self._why_not_in_graphs is None:
             return self._cast_output(graphs.end_forward(self._handle, self.unit, output))
         return self._end_forward(output)
@@ -275,7 +280,7 @@ class _State:
         return output
 
     def _root_post_backward_final_callback(self) -> None:
-        """Reduces gradients and releases weights. Pipeline stages of torch 2.11 call it."""
+        """Reduces accumulated gradients and releases weights. Pipeline stages of torch 2.11 call it."""
         if self.runner is not None:
             self.runner.abort_if_failed()
             finalize_backward(self.runner)
@@ -289,6 +294,7 @@ class _State:
 
     @torch._disable_dynamo
     def _end_method(self) -> None:
+        """Records the end of a registered forward method."""
         if self.runner is not None:
             self.runner.calls.end()
 
@@ -298,7 +304,7 @@ class _State:
         )
 
     def adopt_conversions(self) -> None:
-        """Adopts the dtypes and devices that parameters were converted to between steps."""
+        """Adopts the dtypes and devices to which parameters were converted between steps."""
         if self.runner is not None:
             self.ready_runner()
         else:
@@ -306,9 +312,9 @@ class _State:
             _check_can_gather(self.unit.modules[0], [self])
 
     def after_conversion(self, *_: Any) -> None:
-        """Adopts conversions now if no step runs and no gradient waits; otherwise the next forward does, or raises.
+        """Hook: adopts a conversion now, because a compiler traces weights before the forward.
 
-        A compiler traces weights before the forward, so it must see them converted.
+        If a step runs or a gradient is not reduced yet, the next forward adopts it or raises.
         """
         unit, runner = self.unit, self.runner
         if not unit.is_converted or not unit.can_convert:
@@ -319,18 +325,17 @@ class _State:
             unit.convert(self.dtypes_of)
 
     def ready_runner(self, outermost: nn.Module | None = None, converts: bool = True) -> Runner:
-        """Returns the runner of the model. Makes it if the model has none, and again if parameters were converted since
-        the last step.
+        """Returns the runner of the model. Makes it if there is none, and again if parameters were converted.
 
         Args:
             outermost: the module that contains all units of the model. None: the module of this unit.
-            converts: False in a graph, which was traced with the weights before a conversion; later checks then raise.
+            converts: False in a compiled graph, which has the weights before a conversion: later checks raise.
         """
         runner = self.runner
         if converts and runner is not None and not runner.open and any(unit.is_converted for unit in runner.units):
-            if waiting := _pending_weights(runner):
+            if pending := _pending_weights(runner):
                 raise RuntimeError(
-                    f"parameters were converted while the gradient of {waiting[0]} waits for a reduction. Before a "
+                    f"parameters were converted while the gradient of {pending[0]} waits for a reduction. Before a "
                     "conversion run a backward that reduces gradients, or call finalize_backward()"
                 )
             outermost = runner.units[0].modules[0]
@@ -341,7 +346,7 @@ class _State:
 
     @torch._disable_dynamo
     def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any, is_compiled: bool) -> Any:
-        """Opens the unit. Returns the inputs, cast. Once their gradients are computed, this forward's backward ends."""
+        """Opens the unit. Returns the inputs, cast, with a post-backward hook on their gradients."""
         args, kwargs = self._cast_inputs(args, kwargs)
         runner, unit = self.ready_runner(module), self.unit
         runner.calls.end_failed(runner.end_forward)
@@ -367,7 +372,7 @@ class _State:
         return args, kwargs
 
     def before_state_dict(self, module: nn.Module, *_: Any) -> None:
-        """Puts sharded parameters back after `unshard`: a state dict has only sharded parameters."""
+        """Hook: gives modules their sharded parameters after `unshard`, because a state dict has only those."""
         if self.runner is not None:
             self.runner.abort_if_failed()
         if self.unit.host_copies is not None:
@@ -377,10 +382,10 @@ class _State:
 
     @torch._disable_dynamo
     def _end_forward(self, output: Any) -> Any:
-        """Closes the unit. Returns the output, cast. Gradients of its tensors will open the unit for the backward."""
+        """Closes the unit. Returns the output, cast, with a pre-backward hook on its tensors."""
         runner, unit = self.runner, self.unit
         if runner is None or not unit.forwards:
-            return output  # the hook before the forward has failed
+            return output  # the pre-forward hook has failed
         runner.calls.end_failed(runner.end_forward)
         forward = unit.forwards[-1]
         is_within_backward = bool(unit.backwards)
@@ -393,26 +398,26 @@ class _State:
 
 
 def _runner_of(state: weakref.ref[_State], unit: weakref.ref[Unit]) -> Runner:
-    """Returns the runner, also of a model that was freed. Raises RuntimeError if the runner was freed too."""
+    """Returns the runner of a unit, also if the model was freed. Raises RuntimeError if the runner was freed too."""
     if (found := state()) is not None:
         return found.ready_runner()
     # The model was freed, but its autograd graph still exists.
-    its = unit()
-    runner: Runner | None = None if its is None or its.runner is None else its.runner()
+    found_unit = unit()
+    runner: Runner | None = None if found_unit is None or found_unit.runner is None else found_unit.runner()
     if runner is None:
         raise RuntimeError("a model of sw.fully_shard was freed before its backward; keep it until its backwards end")
     return runner
 
 
 def _pre_backward(runner: Runner, unit: Unit, forward: int, gradient: torch.Tensor) -> None:
-    """Hook: a gradient has reached an output of the unit's forward number `forward`."""
+    """Pre-backward hook of the unit's forward number `forward`: the gradient of an output is computed."""
     check_no_create_graph(unit.name)
     reads.check_backward(unit, forward)
     runner.begin_backward(unit, forward)
 
 
 class _PostBackward(torch.autograd.Function):
-    """Returns the tensors, which are inputs of a forward. Its backward calls `end`, and passes their gradients on."""
+    """Post-backward hook: returns the inputs of a forward. Its backward calls `end` and passes their gradients on."""
 
     @staticmethod
     def forward(ctx: Any, end: Callable[[], None], *tensors: torch.Tensor) -> Any:  # type: ignore[override]
@@ -426,7 +431,7 @@ class _PostBackward(torch.autograd.Function):
 
 
 def _pending_weights(runner: Runner) -> list[str]:
-    """Returns the names of weights whose gradients wait for a reduction."""
+    """Returns the names of weights with gradients that are kept for a later reduction."""
     return [weight.name for unit in runner.units for weight in unit.weights if weight.gradients.are_pending]
 
 

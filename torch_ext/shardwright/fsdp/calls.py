@@ -24,8 +24,8 @@ from .units import Unit, is_in_backward
 Function: TypeAlias = Callable[[torch.Tensor], Any]  # makes the value that replaces a tensor
 
 _SEQUENCES = (list, tuple, set, frozenset, deque)
-# Types that are not searched. They hold no tensors, or tensors that are no output, such as a module's weights.
-_CLOSED = (str, bytes, int, float, complex, torch.dtype, torch.device, nn.Module, type, types.ModuleType, DeviceMesh)
+# Types that are not searched. They have no tensors, or tensors that are no output, such as a module's weights.
+_OPAQUE = (str, bytes, int, float, complex, torch.dtype, torch.device, nn.Module, type, types.ModuleType, DeviceMesh)
 _MAX_OBJECT_DEPTH = 3  # maximum nesting of plain objects; an output may refer to objects of the whole program
 
 
@@ -42,7 +42,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     stack = [(value, 0)]
     while stack:
         each, depth = stack.pop()
-        if each is None or isinstance(each, _CLOSED) or id(each) in seen:
+        if each is None or isinstance(each, _OPAQUE) or id(each) in seen:
             continue
         seen.add(id(each))
         if isinstance(each, torch.Tensor):
@@ -142,12 +142,14 @@ def _mapped_dataclass(function: Function, value: Any) -> Any:
 
 # ---- running forward methods
 
-# torch's `register_fsdp_forward_method` wraps a method in a function that calls a hook before and a hook after it, but
-# none if the method raises. So the hook before it records the wrapper's frame: once the frame has left the stack, the
-# call has ended.
+# torch's `register_fsdp_forward_method` wraps a method in a function that calls the pre-forward and the post-forward
+# hook, but not the latter if the method raises. So the pre-forward hook records the wrapper's frame. Once the frame has
+# left the stack, the call has ended.
 
 
 class _Call(NamedTuple):
+    """A running call of a registered forward method."""
+
     frame: FrameType  # frame of torch's wrapper
     thread: int  # identifier of the thread that called the method
     is_in_backward: bool  # a checkpoint recomputes it, and may leave it early by an exception
@@ -171,11 +173,11 @@ class MethodCalls:
             self._running.pop()
 
     def end_failed(self, end_forward: Callable[[Unit], None], backward_ends: bool = False) -> None:
-        """Ends the forwards of calls that have raised, innermost first. Stops at a call that may run on another thread.
+        """Ends the forwards of calls that have raised, innermost first. Stops at a call that may still run.
 
         Args:
             end_forward: a function that ends a unit's forward.
-            backward_ends: True at the end of a backward: the calls that it made on other threads have ended too.
+            backward_ends: True at the end of a backward: calls that it made on other threads have ended too.
         """
         if not self._running:
             return

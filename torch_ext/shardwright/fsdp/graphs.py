@@ -13,9 +13,9 @@ the same transfers in the same order, however a compiler reorders independent op
 `fsdp_after` returns a tensor, such as a weight, that may be read only after an event: it is the same tensor, but its
 readers depend on the event. The schema declares an alias, so compilers do not reuse its memory.
 
-`unit` is a handle: an integer that is valid in this process. The first four operators are *events*. Those that return a
-tensor return the handle of a forward, in a CPU tensor, which is `event` of `fsdp_after` and `forward` of later events.
-`records` is true if autograd records the forward.
+The first four operators are *events*. `unit` is a handle: an integer that stands for a unit in this process. An event
+that returns a tensor returns the number of a forward, in a CPU tensor. It is `event` of `fsdp_after`, and `forward` of
+later events. `records` is true if autograd records the forward.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from .runner import Runner
 from .units import Unit, is_in_backward
 
 
-class InGraphs(Protocol):
-    """A unit that operators refer to by handle, and access to the runner of its model."""
+class UnitState(Protocol):
+    """The state of a unit (api.py: _State), which operators find by its handle."""
 
     unit: Unit
 
@@ -54,11 +54,11 @@ class InGraphs(Protocol):
 
 
 _handles = itertools.count()
-_known: weakref.WeakValueDictionary[int, InGraphs] = weakref.WeakValueDictionary()  # units by handle
+_known: weakref.WeakValueDictionary[int, UnitState] = weakref.WeakValueDictionary()  # units by handle
 
 
-def handle_of(in_graphs: InGraphs) -> int:
-    """Returns a new handle (an integer). Operators find the object by it while the object lives."""
+def handle_of(in_graphs: UnitState) -> int:
+    """Returns a new handle (an integer), by which operators find the object while it exists."""
     handle = next(_handles)
     _known[handle] = in_graphs
     return handle
@@ -72,37 +72,37 @@ def _runner_and_unit(handle: int) -> tuple[Runner, Unit]:
     return known.ready_runner(converts=False), known.unit
 
 
-def _begin_forward(inputs: Sequence[torch.Tensor], unit: int, records: bool) -> torch.Tensor:
+def _begin_forward(inputs: Sequence[torch.Tensor], handle: int, records: bool) -> torch.Tensor:
     """Runs fsdp_begin_forward. `inputs` only order it after the operators that compute them."""
-    runner, its = _runner_and_unit(unit)
+    runner, unit = _runner_and_unit(handle)
     if runner.is_chunked:
         raise RuntimeError(
             f"chunked must be False for {runner.units[0].name} if compiled graphs contain units, got True: units in "
             "graphs multiply by full weights. Set chunked=False, or compile only submodules of units"
         )
-    if its is runner.units[0] and its.forwards and not is_in_backward():
-        runner.abort()  # a graph has failed between its events
-    with torch.set_grad_enabled(records), _undone_on_error(runner):
-        forward = runner.begin_forward(its)
-    its.is_in_graph = True
+    if unit is runner.units[0] and unit.forwards and not is_in_backward():
+        runner.abort()  # a graph has failed between unit events
+    with torch.set_grad_enabled(records), _abort_on_error(runner):
+        forward = runner.begin_forward(unit)
+    unit.is_in_graph = True
     return _as_tensor(forward)
 
 
-def _end_forward(outputs: Sequence[torch.Tensor], unit: int) -> torch.Tensor:
+def _end_forward(outputs: Sequence[torch.Tensor], handle: int) -> torch.Tensor:
     """Runs fsdp_end_forward. `outputs` only order it after the forward."""
-    runner, its = _runner_and_unit(unit)
-    forward = its.forwards[-1]
-    with _undone_on_error(runner):
-        runner.end_forward(its)
-    its.is_in_graph = False
+    runner, unit = _runner_and_unit(handle)
+    forward = unit.forwards[-1]
+    with _abort_on_error(runner):
+        runner.end_forward(unit)
+    unit.is_in_graph = False
     return _as_tensor(forward)
 
 
-def _begin_backward(gradients: Sequence[torch.Tensor], forward: torch.Tensor, unit: int) -> torch.Tensor:
+def _begin_backward(gradients: Sequence[torch.Tensor], forward: torch.Tensor, handle: int) -> torch.Tensor:
     """Runs fsdp_begin_backward. `gradients`, of the outputs, only order it."""
-    runner, its = _runner_and_unit(unit)
-    with _undone_on_error(runner):
-        runner.begin_backward(its, int(forward))
+    runner, unit = _runner_and_unit(handle)
+    with _abort_on_error(runner):
+        runner.begin_backward(unit, int(forward))
     return _as_tensor(int(forward))
 
 
@@ -111,19 +111,19 @@ def _end_backward(
     of_weights: Sequence[torch.Tensor],
     indices: Sequence[int],
     forward: torch.Tensor,
-    unit: int,
+    handle: int,
 ) -> None:
     """Runs fsdp_end_backward: adds the gradients `of_weights` to the weights with these indices in the unit."""
-    runner, its = _runner_and_unit(unit)
-    with _undone_on_error(runner):
+    runner, unit = _runner_and_unit(handle)
+    with _abort_on_error(runner):
         for index, gradient in zip(indices, of_weights, strict=True):
-            its.weights[index].add_graph_gradient(gradient)
-        runner.note_gradient(its)
-        runner.end_backward(its, int(forward))
+            unit.weights[index].add_graph_gradient(gradient)
+        runner.note_gradient(unit)
+        runner.end_backward(unit, int(forward))
 
 
 @contextlib.contextmanager
-def _undone_on_error(runner: Runner) -> Iterator[None]:
+def _abort_on_error(runner: Runner) -> Iterator[None]:
     """Aborts the step if the block raises."""
     try:
         yield
@@ -132,8 +132,9 @@ def _undone_on_error(runner: Runner) -> Iterator[None]:
         raise
 
 
-def _as_tensor(handle: int) -> torch.Tensor:
-    return torch.tensor([handle], device="cpu")
+def _as_tensor(forward: int) -> torch.Tensor:
+    """Returns the result of an event: the number of a forward."""
+    return torch.tensor([forward], device="cpu")
 
 
 def _after(tensor: torch.Tensor, event: torch.Tensor) -> torch.Tensor:
@@ -186,14 +187,13 @@ def _(ctx: Any, tensor: torch.Tensor, event: torch.Tensor) -> torch.Tensor:
 #
 # A graph reads weights only through `after`, so after the event that gathers them. `end_forward` and `end_backward`
 # depend on their inputs, so they run after all reads. A backward does not save weights: it reads them again, after its
-# own `begin_backward`. `_read_again` arranges this in joint graphs before they are partitioned: it adds an `after` to
-# the backward, and repeats there the nodes that the forward computed from weights alone, such as casts.
+# own `begin_backward` (`_reread_weights_in_backward`).
 _ops = torch.ops.shardwright
 _AFTER = _ops.fsdp_after.default
 
 
 def why_not(unit: Unit) -> str | None:
-    """Returns why the events of a unit cannot be in graphs, or None. Graphs need plain gathered weights."""
+    """Returns why the events of a unit cannot be in graphs, or None. Graphs need weights that are plain in use."""
     if any(isinstance(weight.unsharded, DTensor) for weight in unit.weights):
         return "gathered weights are DTensors"
     if any(weight.product is not None for weight in unit.weights):
@@ -219,7 +219,7 @@ def traced_by_callers(function: Function) -> Function:
 def is_called_by_compiled_code(module: nn.Module) -> bool:
     """Returns True if eager code was called by compiled code, or by code that Dynamo failed to compile.
 
-    The callers of hooks of a module that compiles its own forward are eager.
+    Returns false for a module that compiles its own forward (``module.compile()``), whose hooks have eager callers.
     """
     return get_eval_frame_callback() is not None and module._compiled_call_impl is None
 
@@ -232,7 +232,7 @@ def note_eager(unit: Unit, open_units: Iterable[Unit], is_compiled: bool, why: s
         open_units: the units whose forwards contain it.
         is_compiled: the compiler is on. It is off in a part of a compiled model that PyTorch does not compile, such as
             a checkpoint; then an open unit is in a graph, or was called by compiled code.
-        why: the result of `why_not`.
+        why: the result of `why_not` for the unit.
     """
     unit.is_in_graph = False
     unit.is_called_by_compiled_code = is_compiled or any(
@@ -251,10 +251,10 @@ class _Begin(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, unit: int, records: bool, num_inputs: int, *tensors: torch.Tensor) -> Any:  # type: ignore[override]
-        ctx.unit, ctx.num_inputs = unit, num_inputs
+    def forward(ctx: Any, handle: int, records: bool, num_inputs: int, *tensors: torch.Tensor) -> Any:  # type: ignore[override]
+        ctx.handle, ctx.num_inputs = handle, num_inputs
         inputs, weights = tensors[:num_inputs], tensors[num_inputs:]
-        begin = _ops.fsdp_begin_forward(inputs, unit, records)
+        begin = _ops.fsdp_begin_forward(inputs, handle, records)
         ctx.save_for_backward(begin)
         ctx.set_materialize_grads(False)
         return *inputs, *(_ops.fsdp_after(full, begin) for full in weights)
@@ -265,7 +265,7 @@ class _Begin(torch.autograd.Function):
         indices = [i for i, gradient in enumerate(of_weights) if gradient is not None]
         present = [gradient for gradient in of_inputs if gradient is not None]
         (begin,) = ctx.saved_tensors
-        _ops.fsdp_end_backward(present, [of_weights[i] for i in indices], indices, begin, ctx.unit)
+        _ops.fsdp_end_backward(present, [of_weights[i] for i in indices], indices, begin, ctx.handle)
         return None, None, None, *of_inputs, *(None for _ in of_weights)
 
 
@@ -273,9 +273,9 @@ class _End(torch.autograd.Function):
     """Records fsdp_end_forward, and fsdp_begin_backward in its backward. Returns the outputs."""
 
     @staticmethod
-    def forward(ctx: Any, unit: int, *outputs: torch.Tensor) -> Any:  # type: ignore[override]
-        ctx.unit = unit
-        ctx.save_for_backward(_ops.fsdp_end_forward(outputs, unit))
+    def forward(ctx: Any, handle: int, *outputs: torch.Tensor) -> Any:  # type: ignore[override]
+        ctx.handle = handle
+        ctx.save_for_backward(_ops.fsdp_end_forward(outputs, handle))
         ctx.set_materialize_grads(False)
         return outputs
 
@@ -283,18 +283,18 @@ class _End(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         (forward,) = ctx.saved_tensors
         present = [gradient for gradient in gradients if gradient is not None]
-        begin = _ops.fsdp_begin_backward(present, forward, ctx.unit)
+        begin = _ops.fsdp_begin_backward(present, forward, ctx.handle)
         return None, *(None if gradient is None else _ops.fsdp_after(gradient, begin) for gradient in gradients)
 
 
 @torch._dynamo.allow_in_graph
-def _begin(unit: int, records: bool, num_inputs: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return _Begin.apply(unit, records, num_inputs, *tensors)  # type: ignore[no-untyped-call]
+def _begin(handle: int, records: bool, num_inputs: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return _Begin.apply(handle, records, num_inputs, *tensors)  # type: ignore[no-untyped-call]
 
 
 @torch._dynamo.allow_in_graph
-def _end(unit: int, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return _End.apply(unit, *outputs)  # type: ignore[no-untyped-call]
+def _end(handle: int, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return _End.apply(handle, *outputs)  # type: ignore[no-untyped-call]
 
 
 def begin_forward(handle: int, unit: Unit, arguments: Any) -> Any:
@@ -352,7 +352,7 @@ def _result_of(node: Node) -> Node:
 
 
 def _backward_events(nodes: list[Node]) -> dict[Node, Node]:
-    """Returns, by the result of each `begin_forward` whose backward is in the graph: the result of `begin_backward`."""
+    """Returns the result of the `begin_backward` of each forward in the graph, by the result of its `begin_forward`."""
     running: dict[Any, list[Node]] = {}  # by unit: `begin_forward` nodes without an end
     ended: dict[Node, Node] = {}  # by result of `end_forward`: its `begin_forward` node
     found: dict[Node, Node] = {}
@@ -377,8 +377,15 @@ def _is_random(node: Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
-def _read_again(joint_module: GraphModule) -> None:
+def _reread_weights_in_backward(joint_module: GraphModule) -> None:
     """Makes the backward read weights after its own event, and repeat nodes that depend on weights alone.
+
+    Joint graphs are changed before they are partitioned. Example: the forward casts a weight, and both parts multiply
+    by the result:
+
+        before    a = after(w, begin_forward)    c = cast(a)    y = x @ c    ...    dx = dy @ c.T
+        after     a = after(w, begin_forward)    c = cast(a)    y = x @ c    ...
+                  a2 = after(w, begin_backward)  c2 = cast(a2)  dx = dy @ c2.T
 
     Nodes that checkpoints recompute are repeated here too if they depend on weights: the partitioner would not place
     them after the event. Random nodes that depend on weights are saved instead.
@@ -386,43 +393,43 @@ def _read_again(joint_module: GraphModule) -> None:
     nodes = list(joint_module.graph.nodes)
     if not any(node.target is _AFTER for node in nodes):
         return
-    again_after = _backward_events(nodes)
-    again: dict[Node, Node] = {}  # by node of the forward: its copy in the backward
-    begins: dict[Node, Node] = {}  # by node that reads weights: the result of the `begin_forward` that gathers them
-    last: dict[Node, Node] = {}  # by result of `begin_backward`: the latest copy that was added after it
+    backward_of = _backward_events(nodes)
+    copies: dict[Node, Node] = {}  # by node of the forward: its copy in the backward
+    begin_of: dict[Node, Node] = {}  # by node that reads weights: the result of the `begin_forward` that gathers them
+    latest_copy: dict[Node, Node] = {}  # by result of `begin_backward`: the latest copy that was added after it
     for node in nodes:
         if _is_backward(node) or node.op != "call_function" or node.target is with_effects:
             continue
-        sources = {begins.get(source) for source in node.all_input_nodes}
+        sources = {begin_of.get(source) for source in node.all_input_nodes}
         known = sources - {None}
         may_repeat = len(sources) == 1 or (partitioners.must_recompute(node) and not _is_random(node))
         if node.target is _AFTER:
-            begins[node] = node.args[1]  # type: ignore[assignment]
+            begin_of[node] = node.args[1]  # type: ignore[assignment]
         elif len(known) == 1 and may_repeat:
-            begins[node] = known.pop()  # type: ignore[assignment]
+            begin_of[node] = known.pop()  # type: ignore[assignment]
         elif known:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-        if begins.get(node) in again_after:
-            _repeat(node, again_after[begins[node]], again, last)
+        if begin_of.get(node) in backward_of:
+            _copy_to_backward(node, backward_of[begin_of[node]], copies, latest_copy)
     joint_module.graph.lint()
     joint_module.recompile()
 
 
-def _repeat(node: Node, event: Node, again: dict[Node, Node], last: dict[Node, Node]) -> None:
+def _copy_to_backward(node: Node, event: Node, copies: dict[Node, Node], latest_copy: dict[Node, Node]) -> None:
     """Copies a node into the backward, after an event, and makes nodes of the backward use the copy."""
-    with node.graph.inserting_after(last.get(event, event)):
+    with node.graph.inserting_after(latest_copy.get(event, event)):
         if node.target is _AFTER:
             copy = node.graph.call_function(_AFTER, (node.args[0], event))
             copy.meta = dict(node.meta)
         else:
-            copy = node.graph.node_copy(node, lambda source: again.get(source, source))
+            copy = node.graph.node_copy(node, lambda source: copies.get(source, source))
     copy.meta["partitioner_tag"] = "is_backward"
     copy.meta.pop("recompute", None)
     node.meta.pop("recompute", None)
-    again[node] = last[event] = copy
+    copies[node] = latest_copy[event] = copy
     for user in list(node.users):
         if _is_backward(user) and user is not copy:
             user.replace_input_with(node, copy)
 
 
-order.before_partitioning.append(_read_again)
+order.before_partitioning.append(_reread_weights_in_backward)

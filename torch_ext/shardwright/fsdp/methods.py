@@ -57,7 +57,7 @@ class ShardedModule(FSDPModule):
     _orig_cls_mro_index = 3  # index of the original class in `__mro__`; FSDP2 reads it
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Makes a module of the original class, as containers do when they are sliced."""
+        """Returns a module of the original class. Containers call this when they are sliced."""
         original = original_class(cls)
         module: Any = original.__new__(original, *args, **kwargs)
         module.__init__(*args, **kwargs)
@@ -190,12 +190,12 @@ class ShardedModule(FSDPModule):
         Raises:
             ValueError: a module is not under `sw.fully_shard`, or `memory_limit` is too small.
         """
-        units = _references("set_modules_to_forward_prefetch", modules)
+        units = _unit_references("set_modules_to_forward_prefetch", modules)
         self._change_options(False, lambda unit_options: setattr(unit_options, "forward_prefetch", units))
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Like `set_modules_to_forward_prefetch`, for backwards."""
-        units = _references("set_modules_to_backward_prefetch", modules)
+        units = _unit_references("set_modules_to_backward_prefetch", modules)
         self._change_options(False, lambda unit_options: setattr(unit_options, "backward_prefetch", units))
 
     def set_gradient_divide_factor(self, factor: float) -> None:
@@ -267,16 +267,16 @@ class ShardedModule(FSDPModule):
 
     def _change_options(self, recurse: bool, change: Callable[[UnitOptions], None]) -> None:
         """Changes options of units, and makes schedules again. Undoes both if a schedule raises ValueError."""
-        before = [(unit_options, dataclasses.replace(unit_options)) for unit_options in _unit_options_of(self, recurse)]
-        for unit_options, _ in before:
+        saved = [(unit_options, dataclasses.replace(unit_options)) for unit_options in _unit_options_of(self, recurse)]
+        for unit_options, _ in saved:
             change(unit_options)
-        if all(unit_options == was for unit_options, was in before):
+        if all(unit_options == former for unit_options, former in saved):
             return
         try:
             self._reschedule(recurse)
         except ValueError:
-            for unit_options, was in before:
-                vars(unit_options).update(vars(was))
+            for unit_options, former in saved:
+                vars(unit_options).update(vars(former))
             self._reschedule(recurse)
             raise
 
@@ -301,22 +301,22 @@ class ShardedModule(FSDPModule):
         return applied
 
 
-# Methods of FSDP2's modules in torch 2.15 that do nothing here: they tune FSDP2's execution, which schedules replace.
-_HINTS = (
+# Methods of FSDP2's modules in torch 2.15 that do nothing here. They tune FSDP2's execution, which schedules replace.
+_IGNORED = (
     "_set_unshard_async_op set_allocate_memory_from_process_group_for_comm set_force_sum_reduction_for_comms "
     "set_keep_unsharded_storage "
     "set_reduce_scatter_max_input_buffers set_separate_reduce_scatter_group set_symm_mem_for_comm "
     "set_unshard_in_backward"
 )
 # Unsupported methods, and the remedy.
-_REFUSED = {
+_UNSUPPORTED = {
     "set_custom_all_gather": "leave it out: transfers are shardwright's",
     "set_custom_reduce_scatter": "leave it out: transfers are shardwright's",
 }
 
 
-def _refusing(name: str, instead: str) -> Callable[..., None]:
-    """Returns a method that raises NotImplementedError. `instead`: the remedy."""
+def _unsupported(name: str, instead: str) -> Callable[..., None]:
+    """Returns a method that raises NotImplementedError. `name`: its name, `instead`: the remedy."""
 
     def refuse(self: ShardedModule, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError(f"modules under sw.fully_shard do not support {name}; {instead}")
@@ -328,10 +328,10 @@ def _do_nothing(self: ShardedModule, *args: Any, **kwargs: Any) -> None:
     """Does nothing: it tunes FSDP2's execution, which a schedule replaces."""
 
 
-for _name in _HINTS.split():
+for _name in _IGNORED.split():
     setattr(ShardedModule, _name, _do_nothing)
-for _name, _instead in _REFUSED.items():
-    setattr(ShardedModule, _name, _refusing(_name, _instead))
+for _name, _instead in _UNSUPPORTED.items():
+    setattr(ShardedModule, _name, _unsupported(_name, _instead))
 
 
 _sharded_classes: dict[type, type] = {}  # by original class
@@ -353,7 +353,7 @@ def original_class(module_class: type) -> type:
 
 
 def finalize_backward(runner: Runner) -> None:
-    """Reduces kept gradients of units that reduce gradients now, and releases weights that need not stay gathered."""
+    """Reduces the accumulated gradients of units that reduce now. Releases weights that need not stay gathered."""
     with torch.no_grad():
         runner.reductions.end_backward()
         for unit in runner.units:
@@ -376,7 +376,7 @@ def _on_stream(hook: Callable[[torch.Tensor], None], stream: torch.Stream) -> Ca
 
 
 def _unit_of(module: Any) -> Unit:
-    """Returns the unit of a module. First aborts a step that has failed (`Runner.abort_if_failed`)."""
+    """Returns the unit of a module, after it has aborted a step that has failed (`Runner.abort_if_failed`)."""
     state = getattr(module, ATTRIBUTE)
     if state.runner is not None:
         state.runner.abort_if_failed()
@@ -391,16 +391,18 @@ def _modules_of(module: Any, recurse: bool) -> Iterator[nn.Module]:
 
 
 def _unit_options_of(module: Any, recurse: bool) -> Iterator[UnitOptions]:
+    """Yields the options of a module's unit and, with `recurse`, those of the units in it."""
     for each in _modules_of(module, recurse):
         yield _unit_of(each).unit_options
 
 
 def _check_flag(argument: str, value: Any) -> None:
+    """Raises ValueError unless the value is a bool."""
     if not isinstance(value, bool):
         raise argument_error(argument, "True or False", repr(value))
 
 
-def _references(method: str, modules: Any) -> list[Any]:
+def _unit_references(method: str, modules: Any) -> list[Any]:
     """Returns weak references to the units of modules. Raises ValueError if one is not under `sw.fully_shard`."""
     found = []
     for module in modules:

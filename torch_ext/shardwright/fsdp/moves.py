@@ -20,12 +20,11 @@ from .layouts import Layouts
 # A write to a DTensor increments the DTensor's version, and a write to its local tensor the local tensor's version.
 # `torch._foreach_*` on lists of DTensors, which optimizers use, increments neither. So a hook notes optimizer steps.
 
-_WRITTEN = "_shardwright_written"  # attribute of a parameter: the number of its latest optimizer step
+_WRITTEN = "_shardwright_written"  # attribute of a sharded parameter: the number of its latest optimizer step
+_FULL = "_shardwright_full"  # attribute of an unsharded parameter: its name
 
-_FULL = "_shardwright_full"  # attribute of a full parameter: its name
-
-_numbers = itertools.count(1)  # shared by all parameters, so numbers are unique
-_is_registered = False
+_numbers = itertools.count(1)  # numbers of optimizer steps; shared by all parameters, so they are unique
+_is_registered = False  # the hooks of optimizers are registered
 
 
 def watch(parameter: nn.Parameter) -> None:
@@ -34,17 +33,17 @@ def watch(parameter: nn.Parameter) -> None:
     setattr(parameter, _WRITTEN, next(_numbers))
     if not _is_registered:
         _is_registered = True
-        register_optimizer_step_pre_hook(_check)
-        register_optimizer_step_post_hook(_note)
+        register_optimizer_step_pre_hook(_check_parameters)
+        register_optimizer_step_post_hook(_note_step)
 
 
 def mark_full(parameter: nn.Parameter, name: str) -> None:
-    """Makes optimizers refuse a full parameter, which never gets the reduced gradient."""
+    """Makes optimizers refuse an unsharded parameter, which never gets the reduced gradient."""
     setattr(parameter, _FULL, name)
 
 
-def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Hook before each optimizer step. Raises RuntimeError if the optimizer has a full parameter."""
+def _check_parameters(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Hook before each optimizer step. Raises RuntimeError if the optimizer has an unsharded parameter."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if (name := getattr(parameter, _FULL, None)) is not None:
@@ -56,11 +55,11 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def version_of(parameter: Any) -> tuple[int, ...]:
-    """Returns a version, changed by each write to a DTensor parameter except `torch._foreach_*` outside optimizers."""
+    """Returns a version of a DTensor parameter. Each write changes it, except `torch._foreach_*` outside optimizers."""
     return parameter._version, parameter._local_tensor._version, parameter.__dict__.get(_WRITTEN, 0)
 
 
-def _note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Hook after each optimizer step: gives the optimizer's watched parameters new numbers."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -72,7 +71,7 @@ def _note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 class Moves:
-    """A function that starts moves of one weight. Gathers and reductions refer to it instead of to the weight."""
+    """Starts the moves of one weight. Gathers and reductions have this object, so they need not refer to the weight."""
 
     def __init__(self, layouts: Layouts) -> None:
         self.layouts = layouts
@@ -86,8 +85,8 @@ class Moves:
         return executables.start_into(self.executable(src, dst), tensor, out)
 
     def executable(self, src: _planner.Layout, dst: _planner.Layout) -> _runtime.Executable:
-        """Returns the compiled move, from the cache if it was made before."""
-        mesh = self.layouts.mesh  # also for kept copies, which may be on another mesh of the same ranks
+        """Returns the compiled move between two layouts, from the cache if possible."""
+        mesh = self.layouts.mesh  # also for kept copies, whose layouts may have another mesh of the same ranks
 
         def build() -> _runtime.Executable:
             return executables.bind(executables.make_plan(src, dst, mesh.device_type), device_mesh=mesh)
@@ -102,5 +101,5 @@ class Moves:
         return _predicted.get_or_make(move, lambda: round(1e6 * executables.make_plan(*move).predicted_us))
 
 
-# Predicted times in picoseconds: schedules are made again whenever options of units change.
+# Predicted times in picoseconds by (source, target, device type), for schedules that are made again.
 _predicted: executables.PlanningCache[int] = executables.PlanningCache()

@@ -28,7 +28,7 @@ from ..runtime.many import ManyHandle, redistribute_parts
 
 Function = Callable[[int, torch.Tensor], torch.Tensor]  # (index of the matrix, whole tensor) -> whole result
 
-_ITERATIONS = 5  # of Newton-Schulz that the default cost counts, as many as torch.optim.Muon runs
+_ITERATIONS = 5  # Newton-Schulz iterations that the default cost counts, as many as torch.optim.Muon runs
 
 
 def owners(params: Any, *, cost: Callable[[DTensor], float] | None = None, bucket_bytes: int = 16 << 20) -> Owners:
@@ -77,14 +77,14 @@ class Owners:
         names, sizes, ranks = argument_values.device_mesh_parts(mesh)
         group = groups.find_or_make(sorted(ranks), groups.owner_of(mesh))
         self._group = groups.weakly(group)
-        # The mesh with ranks of the group, which layouts of `redistribute_many` have.
+        # The mesh with ranks in the group, which layouts of `redistribute_many` have.
         members = dist.get_process_group_ranks(group)
         self._grid = Mesh(dict(zip(names, sizes, strict=True)), [members.index(rank) for rank in ranks])
         self._layouts: dict[tuple[int, torch.dtype], tuple[Layout, Layout]] = {}
-        self._compared: set[Hashable] = set()  # dtypes of earlier calls of `map`
+        self._compared: set[Hashable] = set()  # dtypes of earlier calls of `map`, which ranks have compared
         self.costs: list[float] = []
         fields: dict[str, object] = {"number of params": len(params), "bucket_bytes": bucket_bytes}
-        refusal = None
+        own_error = None
         try:
             bucket_bytes = argument_values.integer(bucket_bytes, "bucket_bytes")
             if bucket_bytes < 1:
@@ -94,8 +94,8 @@ class Owners:
                 self.costs.append(_cost_of(f"params[{i}]", param, cost))
                 fields[f"params[{i}]"] = f"{layout_of(param._spec)} with cost {self.costs[-1]}"
         except ValueError as error:
-            refusal = error
-        GroupWords(group).compare(Statement("fsdp.owners", fields), refusal)
+            own_error = error
+        GroupWords(group).compare(Statement("fsdp.owners", fields), own_error)
         order = sorted(range(len(params)), key=lambda i: (-self.costs[i], i))
         self._owners = _balanced(self.costs, order, len(ranks))  # by matrix: index of the owner in the mesh, row-major
         self.ranks = [ranks[index] for index in self._owners]
@@ -137,7 +137,7 @@ class Owners:
             torch.distributed.DistBackendError: a transfer failed or timed out.
         """
         given: list[Any] = []
-        refusal = None
+        own_error = None
         try:
             argument_checks.check_dtype("dtype", dtype)
             if not callable(function):
@@ -148,7 +148,7 @@ class Owners:
             for i, (tensor, param) in enumerate(zip(given, self._params, strict=True)):
                 _check_like(f"tensors[{i}]", tensor, f"params[{i}]", param)
         except ValueError as error:
-            refusal = error
+            own_error = error
             if self._compared:  # other ranks may not compare
                 raise
         fields = {f"tensors[{i}]": getattr(tensor, "dtype", "left out") for i, tensor in enumerate(given)}
@@ -156,35 +156,39 @@ class Owners:
         if key in self._compared:
             return self._results(function, given, dtype, None, key)
         words = GroupWords(self._alive_group())
-        words.compare(Statement("Owners.map", {"dtype": dtype or "that of each tensor", **fields}), refusal)
+        words.compare(Statement("Owners.map", {"dtype": dtype or "that of each tensor", **fields}), own_error)
         return self._results(function, given, dtype, words, key)
 
     def _results(
         self, function: Function, tensors: list[Any], dtype: torch.dtype | None, words: GroupWords | None, key: Hashable
     ) -> Iterator[tuple[int, DTensor]]:
-        """Yields the results of `map`. With `words`, ranks compare after each bucket if the function has failed."""
+        """Yields the results of `map`. With `words`, ranks compare after each bucket whether the function has failed.
+
+        While the owners compute with a bucket, the next one moves to its owners, and the results of the previous one
+        move to shards.
+        """
         buckets = [kept for bucket in self.buckets if (kept := [i for i in bucket if tensors[i] is not None])]
-        coming = self._to_owners(buckets[0] if buckets else [], tensors)
-        leaving, started = list[int](), ManyHandle(None, [], [])
-        for bucket, later in zip(buckets, [*buckets[1:], []], strict=True):
-            arrived, coming = coming, self._to_owners(later, tensors)
+        next_inputs = self._to_owners(buckets[0] if buckets else [], tensors)
+        previous, previous_results = list[int](), ManyHandle(None, [], [])
+        for bucket, next_bucket in zip(buckets, [*buckets[1:], []], strict=True):
+            inputs, next_inputs = next_inputs, self._to_owners(next_bucket, tensors)
             dtypes = [dtype or tensors[i].dtype for i in bucket]
-            results, refusal = dict[int, torch.Tensor](), None
+            results, own_error = dict[int, torch.Tensor](), None
             try:
                 for item, i in enumerate(bucket):
                     if self.ranks[i] == dist.get_rank():
-                        results[i] = _computed(function, i, arrived.wait_for(item), dtypes[item])
+                        results[i] = _computed(function, i, inputs.wait_for(item), dtypes[item])
             except Exception as error:
                 if words is None:
                     raise
-                refusal = error
-            arrived.wait()
+                own_error = error
+            inputs.wait()
             if words is not None:
-                words.compare(Statement("Owners.map"), refusal)
-            following = self._to_shards(bucket, results, dtypes)
-            yield from self._as_parameters(leaving, started)
-            leaving, started = bucket, following
-        yield from self._as_parameters(leaving, started)
+                words.compare(Statement("Owners.map"), own_error)
+            moved_results = self._to_shards(bucket, results, dtypes)
+            yield from self._as_parameters(previous, previous_results)
+            previous, previous_results = bucket, moved_results
+        yield from self._as_parameters(previous, previous_results)
         self._compared.add(key)
 
     def _to_owners(self, bucket: list[int], tensors: list[Any]) -> ManyHandle:
@@ -299,7 +303,11 @@ def _cost_of(name: str, param: DTensor, cost: Callable[[DTensor], float] | None)
 
 
 def _balanced(costs: list[float], order: list[int], count: int) -> list[int]:
-    """Returns for each matrix its owner in [0, count): in the given order, the one with the lowest sum of costs."""
+    """Returns the owner of each matrix, in [0, count): in the given order, the one with the lowest sum of costs so far.
+
+    Of equal sums, the owner with the fewest matrices, then the lowest index. Example: costs 4, 3, 3 and 2 in this
+    order, two owners: 0 (sum 4), 1 (3), 1 (6), 0 (6).
+    """
     owner = [0] * len(costs)
     loads = [(0.0, 0, index) for index in range(count)]  # a heap of (sum of costs, number of matrices, index)
     for i in order:
@@ -309,7 +317,11 @@ def _balanced(costs: list[float], order: list[int], count: int) -> list[int]:
 
 
 def _buckets(sizes: list[int], order: list[int], ranks: list[int], bucket_bytes: int) -> list[list[int]]:
-    """Returns the matrices in this order, in buckets in which one rank has at most `bucket_bytes`, or one matrix."""
+    """Returns the matrices in this order, in buckets in which each rank has at most `bucket_bytes`, or one matrix.
+
+    Example: matrices of 6, 5 and 4 bytes of ranks 0, 1 and 0, buckets of 8 bytes: [[0, 1], [2]], because rank 0 would
+    have 10 bytes in the first bucket.
+    """
     buckets: list[list[int]] = [[]]
     held: dict[int, int] = {}  # by rank: bytes in the last bucket
     for i in order:
@@ -322,4 +334,5 @@ def _buckets(sizes: list[int], order: list[int], ranks: list[int], bucket_bytes:
 
 
 def _type_of(value: Any) -> str:
+    """Returns the type of a value, for errors."""
     return f"a {type(value).__name__}"

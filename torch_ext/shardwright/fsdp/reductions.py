@@ -1,10 +1,10 @@
 """Reductions of a model's gradients, and the agreement of ranks at the end of a step.
 
-All ranks reduce the same weights of a unit, even if they have different gradients: if routing or a condition picks
-different modules on each rank, a rank without a gradient of a weight contributes zeros.
+All ranks reduce the same weights of a unit, even if they have gradients of different weights, because routing or a
+condition picks different modules on each rank. A rank without a gradient of a weight contributes zeros.
 
     at the end of             reduced weights
-    the backward of a unit    weights that had a gradient on some rank last time; at first all trained weights
+    the backward of a unit    weights that had a gradient on some rank in the latest backward; at first all trained ones
     the entire backward       weights that have a gradient on some rank that was not reduced yet
 
 Before the second reduction, ranks exchange which weights they had gradients of. If no rank had a gradient of a weight,
@@ -39,7 +39,7 @@ class Reductions:
     def __init__(self, units: Sequence[Unit], device: torch.device) -> None:
         self._units = units
         self._device = device
-        self._in_flight: list[tuple[int, Reduction]] = []  # (last use before the wait, reduction)
+        self._in_flight: list[tuple[int, Reduction]] = []  # (use whose end waits for it, reduction)
         self._started: list[tuple[int, tuple[int, ...]]] = []  # in this backward: (unit index, weight indices)
         self._gathered: list[Unit] = []  # since ranks last compared
         self._used: set[WeightIndex] = set()  # weights that had a gradient on some rank at the latest `_agree`
@@ -83,11 +83,11 @@ class Reductions:
         return self._device.type != "cpu" and _runtime.is_capturing(self._device.type)
 
     def add(self, last_use: int, reduction: Reduction) -> None:
-        """Adds a reduction in progress that `finish` waits for after use `last_use`."""
+        """Adds a reduction in progress. `last_use`: the use whose end waits for it."""
         self._in_flight.append((last_use, reduction))
 
     def finish(self, use: int | None = None) -> None:
-        """Waits for the reductions that must end by this use; default: all reductions."""
+        """Waits for the reductions that must end by the end of this use; default: all reductions."""
         for last_use, reduction in self._in_flight:
             if use is None or last_use <= use:
                 reduction.finish()
@@ -122,8 +122,12 @@ class Reductions:
         self._started = []
 
     def _agree(self) -> dict[int, list[int]]:
-        """Returns, by unit, the weights that have an unreduced gradient on some rank. Collective; sets `_used`."""
-        is_captured = self._is_captured
+        """Returns, by unit index, the indices of weights that have an unreduced gradient on some rank. Sets `_used`.
+
+        Collective among the ranks of each mesh: they take the maximum of a table of bytes, which begins with `_digest`
+        and has the two `_flags` of each weight.
+        """
+        is_captured = self._device.type != "cpu" and _runtime.is_capturing(self._device.type)
         late: dict[int, list[int]] = {}  # by unit: weights that were not reduced yet
         self._used = set()
         for mesh, indices in self._on_mesh.items():
@@ -132,10 +136,10 @@ class Reductions:
                 table = bytes(MeshWords(mesh, self._device).largest(table))
             self._check(mesh, table)
             for i, index in enumerate(indices):
-                arrived, waits = table[2 * _DIGEST_BYTES + 2 * i : 2 * _DIGEST_BYTES + 2 * i + 2]
-                if arrived or waits:
+                had_gradient, is_unreduced = table[2 * _DIGEST_BYTES + 2 * i : 2 * _DIGEST_BYTES + 2 * i + 2]
+                if had_gradient or is_unreduced:
                     self._used.add(index)
-                if waits:
+                if is_unreduced:
                     late.setdefault(index[0], []).append(index[1])
         self._gathered = []
         if is_captured and late:
@@ -150,7 +154,7 @@ class Reductions:
         return self._units[index[0]].weights[index[1]]
 
     def _flags(self, index: WeightIndex) -> tuple[bool, bool]:
-        """Returns two flags for this rank: it had a gradient of the weight; that gradient must still be reduced."""
+        """Returns two flags of this rank: it had a gradient of the weight; it must still reduce that gradient."""
         weight = self._weight(index)
         return weight.had_gradient, weight.has_gradient and self._units[index[0]].unit_options.reduces
 
@@ -167,7 +171,8 @@ class Reductions:
     def _digest(self, mesh: DeviceMesh) -> bytes:
         """Returns a digest of the gathers and reductions on a mesh, followed by its bytewise complement.
 
-        Ranks agree if and only if the maximum of each byte over ranks and that of its complement sum to 255.
+        Ranks agree if and only if the maximum of each byte over ranks and that of its complement sum to 255. Example:
+        bytes 3 and 5 have complements 252 and 250, and the maxima 5 and 252 sum to 257.
         """
         units = [index for index, unit in enumerate(self._units) if any(w.mesh == mesh for w in unit.weights)]
         gathered = [index for index in map(self._units.index, self._gathered) if index in units]
