@@ -259,11 +259,13 @@ class _State:
         return self._end_forward(output)
 
     def _cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Returns the arguments of a forward, cast to param_dtype if the policy casts inputs."""
         if not self.policy.casts_inputs:
             return args, kwargs
         return mapped(self.policy.cast_inputs, args), mapped(self.policy.cast_inputs, kwargs)
 
     def _cast_output(self, output: Any) -> Any:
+        """Returns the output of a forward, cast to output_dtype if the policy has one."""
         return mapped(self.policy.cast_output, output) if self.policy.casts_outputs else output
 
     # torch's `register_fsdp_forward_method` calls `_pre_forward` and `_post_forward`, FSDP2's names, around a method.

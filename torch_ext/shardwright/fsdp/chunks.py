@@ -85,6 +85,7 @@ class ChunkedProduct:
 
     @property
     def num_chunks(self) -> int:
+        """Number of chunks of the transfer."""
         chunks = self.schedule.chunks
         assert isinstance(chunks, int)
         return chunks
@@ -397,6 +398,7 @@ class _LinearInChunks(nn.Linear):
     _chunks: ChunkedWeight
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Returns the product of the input, in chunks if possible."""
         chunks = self._chunks
         if not chunks.can_multiply(input, self.bias):
             return F.linear(input, self.weight, self.bias)
@@ -404,6 +406,7 @@ class _LinearInChunks(nn.Linear):
 
     @property
     def weight(self) -> nn.Parameter:  # type: ignore[override]
+        """The full weight, for code other than `forward`: gathers it if it is absent."""
         return self._chunks.read()
 
 

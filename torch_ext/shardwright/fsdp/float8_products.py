@@ -164,9 +164,11 @@ class BlockProduct(Float8Product):
         return y
 
     def rows_at_a_time(self, weight: Weight, multiple: int = _TILE) -> Iterator[slice]:
+        """Returns slices that begin at the first row of a tile of scales."""
         return super().rows_at_a_time(weight, multiple)
 
     def decoded(self, weight: Weight, rows: slice) -> torch.Tensor:
+        """Returns these rows of the weight, decoded to float32. `rows.start` is a multiple of 128."""
         assert weight.gather.undecoded is not None
         tiles = self._scales_of(weight)[rows.start // _TILE : -(-rows.stop // _TILE)]
         scales = tiles.permute(0, 3, 2, 1, 4).reshape(-1, SCALES_TOGETHER * self._tiles[1])[: rows.stop - rows.start]
@@ -239,6 +241,7 @@ class _LinearInFloat8(nn.Linear):
 
     @property
     def weight(self) -> nn.Parameter:  # type: ignore[override]
+        """The full weight, for code other than `forward`: decodes it."""
         return vars(self)[_WEIGHT].read()
 
 

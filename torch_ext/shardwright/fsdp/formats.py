@@ -106,6 +106,7 @@ class ScaledCodes(Format):
         super().__init__(torch.uint8)  # process groups do not support float8 and float4
 
     def amax(self, part: torch.Tensor) -> torch.Tensor:
+        """Returns the amax of a shard, one number."""
         return part.abs().max().float() if part.numel() else part.new_zeros((), dtype=torch.float32)
 
 
@@ -140,6 +141,7 @@ class RowwiseFloat8(Float8):
     """float8_e4m3fn with a float32 scale for each row (all elements along the last dim)."""
 
     def amax(self, part: torch.Tensor) -> torch.Tensor:
+        """Returns the amax of each row of a shard."""
         return part.abs().amax(-1).float() if part.size(-1) else part.new_zeros(part.shape[:-1], dtype=torch.float32)
 
     def amax_layout(self, shards: _planner.Layout) -> Layout:
@@ -386,6 +388,7 @@ class Policy:
         return dataclasses.replace(self._of(parameter), mp_policy=self._policy)
 
     def _of(self, parameter: nn.Parameter) -> Dtypes:
+        """Returns the dtypes of a parameter, without `mp_policy`."""
         own = parameter.dtype
         if not own.is_floating_point:
             return Dtypes(own, Format(own), own, own)
@@ -418,10 +421,12 @@ class Policy:
 
     @property
     def casts_inputs(self) -> bool:
+        """True if inputs of forwards are cast."""
         return self._policy.cast_forward_inputs and self._policy.param_dtype is not None
 
     @property
     def casts_outputs(self) -> bool:
+        """True if outputs of forwards are cast."""
         return self._policy.output_dtype is not None
 
 

@@ -115,7 +115,7 @@ class WeightGather:
         return buffer[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
     def finish(self, full: torch.Tensor | None) -> None:
-        """Waits for the gather, and decodes it into `full`. With None, keeps the received messages in `arrived`."""
+        """Waits for the gather, and decodes it into `full`. With None, keeps the received messages in `undecoded`."""
         pending, self._pending = self._pending, None
         if pending is None:
             return

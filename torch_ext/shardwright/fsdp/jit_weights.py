@@ -158,6 +158,7 @@ class JitWeight:
         return self.parameter.new_empty(self.use.local_shape(dist.get_rank(self._group.get())))
 
     def _move(self, tensor: torch.Tensor, src: _planner.Layout, dst: _planner.Layout, async_op: bool) -> torch.Tensor:
+        """Returns the tensor in layout `dst`, from this rank's part in layout `src`. Autograd does not record it."""
         with torch.no_grad():
             return redistribute_local(
                 tensor, src, dst, group=self._group.get(), device_mesh=self._device_mesh, async_op=async_op
@@ -192,6 +193,7 @@ class _Block:
         return full
 
     def exit(self) -> None:
+        """Ends the `with` block. A backward gathers the weight again."""
         self._hooks.__exit__()
         self._full = None
 

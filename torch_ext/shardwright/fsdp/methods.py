@@ -78,6 +78,7 @@ class ShardedModule(FSDPModule):
             raise
 
     def __deepcopy__(self, memo: Any) -> Any:
+        """Raises TypeError, because hooks and units refer to this module."""
         raise TypeError("a module under sw.fully_shard cannot be copied; copy it before, or use its state_dict")
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:

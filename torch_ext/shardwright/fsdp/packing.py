@@ -54,6 +54,7 @@ class _Kind(NamedTuple):
 
     @property
     def gathers(self) -> bool:
+        """True for a gather, false for a reduction."""
         return self.shard_mesh_dim is not None and self.dims[self.shard_mesh_dim] == "gather"
 
     def coordinate(self, rank: int) -> int:
@@ -258,6 +259,7 @@ class SharedWork:
             self._work = self._copy_out = self._sent = None
 
     def is_completed(self) -> bool:
+        """Returns true once the transfer has ended, although the results may not be copied yet."""
         return self._work is None or self._work.is_completed()
 
 
@@ -268,6 +270,7 @@ def messages_of(device_type: str, pairs: Sequence[Pair]) -> list[Message]:
 
 @executables.cached
 def _messages_of(device_type: str, copied_bytes_per_us: float, *pairs: Pair) -> list[Message]:
+    """Returns the messages that moves share (`messages_of`). The speed of copies is a part of the cache key."""
     of_kind: dict[_Kind, list[_Item]] = {}
     for index, (src, dst) in enumerate(pairs):
         kind = _kind_of(src, dst)
@@ -311,10 +314,12 @@ class DeferredWork:
         self.work: dist.Work | SharedWork | None = None  # None before the start, and if the move is done
 
     def wait(self) -> None:
+        """Waits for the move."""
         if self.work is not None:
             self.work.wait()
 
     def is_completed(self) -> bool:
+        """Returns true once the transfer has ended."""
         return self.work is None or self.work.is_completed()
 
     @property

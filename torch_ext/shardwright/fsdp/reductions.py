@@ -151,6 +151,7 @@ class Reductions:
         return late
 
     def _weight(self, index: WeightIndex) -> Weight:
+        """Returns the weight at an index."""
         return self._units[index[0]].weights[index[1]]
 
     def _flags(self, index: WeightIndex) -> tuple[bool, bool]:

@@ -76,6 +76,7 @@ class Runner:
 
     @property
     def schedules(self) -> list[StepSchedule]:
+        """The schedules, oldest first."""
         return [plan.schedule for plan in self._plans.values()]
 
     @property
