@@ -283,10 +283,10 @@ def _unpack(saved: Any) -> torch.Tensor:
 class _Sequence:
     """The activations of one mesh that were packed without an unpack in between."""
 
-    def __init__(self, on: _MeshSequences, is_in_backward: bool) -> None:
+    def __init__(self, mesh_sequences: _MeshSequences, is_in_backward: bool) -> None:
         self.is_in_backward = is_in_backward
         self.is_closed = False  # an activation of it was unpacked
-        self._mesh_sequences = on
+        self._mesh_sequences = mesh_sequences
         self._signatures: list[str] = []  # dtype and size of each activation, by index
         # Activations that are not gathered yet. They are held here so that a rank takes part in a gather even if its
         # autograd has freed the activation. A sequence that is longer than any that a backward has unpacked holds none,

@@ -106,7 +106,9 @@ class JitWeight:
         self.shards, self.use, self.grad = shards, use, grad
         self._group = groups.weakly(group)
         self._device_mesh = device_mesh
-        self._ahead: tuple[torch.Tensor, int] | None = None  # prefetched weight, and the version it is gathered from
+        self._prefetched: tuple[torch.Tensor, int] | None = (
+            None  # prefetched weight, and the version it is gathered from
+        )
         self._held: torch.Tensor | None = None  # the weight that `materialize` gathered
         self._blocks: list[_Block] = []  # open `with` blocks, innermost last
         protocol = {
@@ -121,8 +123,8 @@ class JitWeight:
 
     def prefetch(self) -> None:
         """Starts to gather for the next use, and returns before the gather ends."""
-        if self._ahead is None or self._ahead[1] != self.parameter._version:
-            self._ahead = self._move(self.parameter.detach(), self.shards, self.use, True), self.parameter._version
+        if self._prefetched is None or self._prefetched[1] != self.parameter._version:
+            self._prefetched = self._move(self.parameter.detach(), self.shards, self.use, True), self.parameter._version
 
     def materialize(self) -> torch.Tensor:
         """Returns the gathered weight, without autograd, and holds it until `release`. A second call gathers again."""
@@ -131,7 +133,7 @@ class JitWeight:
 
     def release(self) -> None:
         """Drops the weight that `prefetch` or `materialize` gathered. Its memory is freed when callers drop it too."""
-        self._ahead = self._held = None
+        self._prefetched = self._held = None
 
     def __enter__(self) -> torch.Tensor:
         block = _Block(self, self._gather())
@@ -143,10 +145,10 @@ class JitWeight:
 
     def _gather(self) -> torch.Tensor:
         """Returns the gathered weight: the prefetched one, unless the parameter was written since."""
-        ahead, self._ahead = self._ahead, None
-        if ahead is None or ahead[1] != self.parameter._version:
+        prefetched, self._prefetched = self._prefetched, None
+        if prefetched is None or prefetched[1] != self.parameter._version:
             return self._move(self.parameter.detach(), self.shards, self.use, False)
-        full = ahead[0]
+        full = prefetched[0]
         return full.wait() if isinstance(full, AsyncCollectiveTensor) else full
 
     def _reduce(self, gradient: torch.Tensor) -> torch.Tensor:

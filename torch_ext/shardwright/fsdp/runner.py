@@ -34,7 +34,8 @@ from .reductions import Reductions
 from .scheduler import Clock, Key, Plan, Times, Use, make_schedule, same_uses
 from .units import Unit, forget_written_copies, is_in_backward, options_key
 
-MAX_USES = 1 << 16  # longer sequences are not scheduled: forwards with gradients that no backward follows
+# Maximum number of uses of a scheduled sequence. Longer ones are forwards with gradients that no backward follows.
+MAX_USES = 1 << 16
 MAX_PLANS = 64  # maximum number of kept schedules (FIFO)
 
 
@@ -93,7 +94,7 @@ class Runner:
         """Opens the unit and gathers its weights. Returns the number of this forward."""
         in_backward = is_in_backward()
         if in_backward:
-            self._note_backward()
+            self._register_final_callback()
         elif not self.open:
             self._prepare_sequence(unit)
         elif self._backward_callback is not None:
@@ -156,7 +157,7 @@ class Runner:
 
     def begin_backward(self, unit: Unit, forward: int) -> None:
         """Opens the unit for the backward of forward number `forward`, and gathers its weights."""
-        self._note_backward()
+        self._register_final_callback()
         was_open = unit.is_open
         unit.backwards.add(forward)
         if not was_open:
@@ -177,17 +178,17 @@ class Runner:
             self._change_use("backward")
 
     def note_gradient(self, unit: Unit) -> None:
-        """Notes that autograd has computed a gradient, so that the end of the running backward reduces it."""
+        """Makes sure that the end of the running backward reduces a gradient that autograd has computed."""
         if self._has_failed_backward:
             self.abort()
             raise RuntimeError(
                 f"{unit.name} had gradients of a backward that has failed; they are discarded. Run the forward again "
                 "before the next backward, or call reset_iter_state() on the module"
             )
-        self._note_backward()
+        self._register_final_callback()
 
     def abort_if_failed(self) -> None:
-        """Aborts the step if its backward, or a registered forward method, has raised: no hook reports that."""
+        """Ends registered forward methods that have raised, and aborts the step if its backward has raised."""
         self.calls.end_failed(self.end_forward)
         if self._has_failed_backward:
             self.abort()
@@ -217,8 +218,8 @@ class Runner:
             self._drain()
             self._key = None
 
-    def _note_backward(self) -> None:
-        """Makes sure that the running backward calls `_end_backward` at its end."""
+    def _register_final_callback(self) -> None:
+        """Makes the running backward call `_end_backward` at its end, unless it was called for this backward before."""
         if self.is_in_backward:
             return
         if self._backward_callback is not None:
@@ -262,7 +263,7 @@ class Runner:
         return Key(units, kind, torch.is_grad_enabled() or is_in_backward(), reduces, accumulates)
 
     def _end_sequence(self) -> None:
-        """Ends the sequence. Makes a schedule of its uses if it has none yet, or if it was timed."""
+        """Ends the sequence. Makes its schedule if it had none or differed from it, and again once it was timed."""
         key, uses, plan, clock, is_too_long = self._key, self._uses, self._plan, self._clock, self._is_too_long
         activations = self._activations
         self._drain()
@@ -316,7 +317,7 @@ class Runner:
         self._plan = self._clock = None
 
     def _change_use(self, kind: str) -> None:
-        """Ends the running use, and begins one of the open units, if any. Called when the set of open units changes.
+        """Ends the running use, and begins a use of the open units, if any. Called when the set of open units changes.
 
         `kind`: kind of the use that begins.
         """

@@ -298,7 +298,7 @@ class Unit:
             weight.watch_again()
 
     def release(self) -> None:
-        """Frees the gathered weights, as FSDP2's `reshard` does. Modules get their sharded parameters back."""
+        """Frees the gathered weights. Modules that were left with unsharded parameters get their sharded ones."""
         if self.is_left_unsharded:
             self.to_sharded()
         self.finish_gather()
