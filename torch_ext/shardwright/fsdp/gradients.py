@@ -147,9 +147,9 @@ class Gradients:
             return None
         full, layout = gradient
         layouts = self._layouts_for(layout, divide_by is None)
-        target = (
-            self._shards if over_replicas and self._partial_reduced is None and layouts.src is None else layouts.between
-        )
+        # One move also reduces over replicas, unless a kept shard must be added first or ranks sum contributions.
+        is_complete = over_replicas and self._partial_reduced is None and layouts.src is None
+        target = self._shards if is_complete else layouts.between
         sent = full.to(self.dtypes.gradients)
         if layouts.src is not None and layouts.dst is not None:
             sent = sent[(None,) * len(layouts.stacked_dims)]

@@ -174,16 +174,17 @@ class Message:
         self._is_even = all(item.dim == 0 and len(set(item.numels)) == 1 for item in items)
         dtype: torch.dtype = getattr(torch, kind.dtype)
         totals = [total * self._copy_dtype.itemsize // dtype.itemsize for total in self._totals]
+        # The buffer has a leading dim for each "own" mesh dim, sharded over it. Its last dim has the elements.
         own = [dim for dim, text in enumerate(kind.dims) if text == "own"]
-        shards = f"S({len(own)})" if len(set(totals)) == 1 else f"Ragged({len(own)},{':'.join(map(str, totals))})"
+        sharded = f"S({len(own)})" if len(set(totals)) == 1 else f"Ragged({len(own)},{':'.join(map(str, totals))})"
         src, dst = ["R"] * len(kind.dims), ["R"] * len(kind.dims)
         for dim, text in enumerate(kind.dims):
             if text == "own":
                 src[dim] = dst[dim] = f"S({own.index(dim)})"
             elif text == "gather":
-                src[dim] = shards
+                src[dim] = sharded
             elif text:
-                src[dim], dst[dim] = text, shards if dim == kind.shard_mesh_dim else "R"
+                src[dim], dst[dim] = text, sharded if dim == kind.shard_mesh_dim else "R"
         shape = [*(kind.mesh.shape[dim] for dim in own), sum(totals)]
         self.src, self.dst = (Layout(kind.mesh, shape, placements, dtype) for placements in (src, dst))
         self._dtype, self._local_shape = dtype, (*[1] * len(own), -1)
@@ -285,14 +286,14 @@ def _messages_of(device_type: str, copied_bytes_per_us: float, *pairs: Pair) -> 
 
 def _items_worth_packing(kind: _Kind, items: list[_Item], device_type: str, copied_bytes_per_us: float) -> list[_Item]:
     """Returns the items whose copies take less time than a message of one element for each rank."""
-    empty = Message(kind, [items[0]._replace(numels=[1] * len(items[0].numels))])
-    message_us = executables.make_plan(empty.src, empty.dst, device_type).predicted_us
-    most = message_us * copied_bytes_per_us
-    return [item for item in items if sum(item.numels) * item.dtype.itemsize <= most]
+    smallest = Message(kind, [items[0]._replace(numels=[1] * len(items[0].numels))])
+    message_us = executables.make_plan(smallest.src, smallest.dst, device_type).predicted_us
+    max_bytes = message_us * copied_bytes_per_us
+    return [item for item in items if sum(item.numels) * item.dtype.itemsize <= max_bytes]
 
 
 def _unshared(messages: Sequence[Message], count: int) -> list[int]:
-    """Returns the indices of the moves, of `count`, that share none of the messages."""
+    """Returns the indices of the moves that share none of the messages. `count`: number of all moves."""
     return sorted({*range(count)} - {item.move for message in messages for item in message.items})
 
 
