@@ -150,7 +150,7 @@ def own_times(
         return sum(lengths) // max(1, num_copied[to_host, unit])
 
     each = [(length_ps(unit, False), length_ps(unit, True)) for unit in range(len(copies))]
-    return Times(clock.intervals_ps(), each, activations.events())
+    return Times(clock.intervals_ps(), each, activations.activation_uses())
 
 
 def agreed_times(times: Times, meshes: set[DeviceMesh], device: torch.device) -> Times:
@@ -164,7 +164,7 @@ def agreed_times(times: Times, meshes: set[DeviceMesh], device: torch.device) ->
     all_ps = words.largest([*times.uses, *(ps for pair in times.copies for ps in pair)])
     copies = all_ps[len(times.uses) :]
     pairs = list(zip(copies[::2], copies[1::2]))
-    return Times(all_ps[: len(times.uses)], pairs, agreed_events(times.activations, words))
+    return Times(all_ps[: len(times.uses)], pairs, agreed_activations(times.activations, words))
 
 
 # ---- activations that `checkpoint_cut` shards: the uses that save, need and free each of them
@@ -214,7 +214,7 @@ class StepActivations:
         return len(self._saved) - 1
 
     def begin_use(self, use: int, as_planned: bool) -> None:
-        """Begins a use, and starts the gathers before it. `as_planned`: False ends the use of the schedule."""
+        """Begins a use, and starts the gathers before it. Unless `as_planned`, leaves the schedule."""
         self.use = use
         if not as_planned:
             self._plan = None
@@ -255,10 +255,10 @@ class StepActivations:
         if current_activations is self:
             current_activations = None
 
-    def events(self) -> list[ActivationUses]:
+    def activation_uses(self) -> list[ActivationUses]:
         """Returns the activations that had a turn, in the order of turns."""
         end = len(self._turns) - 1, max(self.use, 0)
-        events = []
+        uses = []
         for index, first in self._turns:
             until, last = self._freed.get(index, end)
             info, saved = self._infos[index], self._saved[index][1]
@@ -266,8 +266,8 @@ class StepActivations:
             gather_ps = round(1e6 * plan.predicted_us)
             full_bytes = int(info.full.shape[0]) * getattr(torch, info.full.dtype).itemsize
             figures = info.kept_bytes, full_bytes, gather_ps, saved, first, max(first, last), until
-            events.append(ActivationUses(index, info.name, *figures))
-        return events
+            uses.append(ActivationUses(index, info.name, *figures))
+        return uses
 
 
 current_activations: StepActivations | None = None  # activations of the running step
@@ -280,21 +280,21 @@ def begin_activations(plan: ActivationPlan | None) -> StepActivations:
     return current_activations
 
 
-def agreed_events(events: list[ActivationUses], words: MeshWords) -> list[ActivationUses]:
-    """Returns the events with each size's and time's maximum over the ranks of a mesh. Collective.
+def agreed_activations(uses: list[ActivationUses], words: MeshWords) -> list[ActivationUses]:
+    """Returns the activations with the maximum of each size and time over the ranks of a mesh. Collective.
 
     Returns an empty list if ranks differ in the number, uses or turns of activations. They may differ because the size
     of an activation depends on a rank's batch, and small ones are not sharded.
     """
-    text = ";".join(f"{e.saved_index} {e.saved} {e.first} {e.last} {e.until}" for e in events)
+    text = ";".join(f"{each.saved_index} {each.saved} {each.first} {each.last} {each.until}" for each in uses)
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-    count, least_count, most, least = words.largest([len(events), -len(events), digest, -digest])
+    count, least_count, most, least = words.largest([len(uses), -len(uses), digest, -digest])
     if count != -least_count or most != -least or count == 0:
         return []
-    figures = words.largest([figure for e in events for figure in (e.kept_bytes, e.full_bytes, e.gather_ps)])
+    figures = words.largest([figure for each in uses for figure in (each.kept_bytes, each.full_bytes, each.gather_ps)])
     return [
-        event._replace(kept_bytes=kept, full_bytes=full, gather_ps=ps)
-        for event, kept, full, ps in zip(events, figures[::3], figures[1::3], figures[2::3], strict=True)
+        each._replace(kept_bytes=kept, full_bytes=full, gather_ps=ps)
+        for each, kept, full, ps in zip(uses, figures[::3], figures[1::3], figures[2::3], strict=True)
     ]
 
 
@@ -380,7 +380,7 @@ class Plan:
                 self.reduces_in_chunks[use].add(unit)
         self.activations: ActivationPlan | None = None
         if timed is not None and timed.activations:
-            indices = [event.saved_index for event in timed.activations]
+            indices = [each.saved_index for each in timed.activations]
             self.activations = ActivationPlan(indices, schedule.activation_gathers)
         # Units that multiply in chunks in some use. Their modules have the class for chunks in all uses: a forward must
         # prepare its backward, and a recomputation must save the same tensors as its forward.
@@ -416,7 +416,7 @@ def make_schedule(
         "alignment_bytes": ALIGNMENT,
         "held_bytes": held_bytes(units, key, uses),
         "gather_until": gather_until(units, uses),
-        "activations": [] if times is None else [event.fields for event in times.activations],
+        "activations": [] if times is None else [each.fields for each in times.activations],
     }
     budget = memory_limit
     if budget is None:  # computed without times, so that the memory limit does not depend on them
