@@ -132,7 +132,7 @@ class Layouts:
         )
 
     def gradient_and_layout(self, gradient: torch.Tensor) -> tuple[torch.Tensor, Layout]:
-        """Returns the local tensor and the layout of a gradient that autograd has computed for `as_used`."""
+        """Returns the local tensor and the layout of a gradient of the tensor that `as_used` returned."""
         own = self._plain_gradient or ()
         if isinstance(gradient, DTensor):
             own = tuple(gradient.placements)
