@@ -107,7 +107,7 @@ MAX_CODE_LINES = {
     "debug": 213,
     "dtensor": 898,
     "experts": 603,
-    "fsdp": 5421,
+    "fsdp": 5452,
     "graph": 299,
     "integrations": 323,
     "integrations/vllm": 190,

@@ -136,6 +136,8 @@ class Runner:
         if not unit.is_open:
             self.open.remove(self._index[id(unit)])
             self._change_use("backward" if is_in_backward() else "forward")
+        if not self.open and not torch.is_grad_enabled() and not is_in_backward():
+            self._compare_gathers()
         if self._key is not None and not self._key.records and not self.open:
             self._end_sequence()
 
@@ -214,6 +216,7 @@ class Runner:
         key = self._key_of((self._index[id(unit)],), "forward")
         if self._key is not None and self._key[:3] == key[:3] and only_forwards:
             # The forwards of the running sequence had no backward yet. If one follows later, it gathers again.
+            self._compare_gathers()
             self._plan = None
             self._drain()
             self._key = None

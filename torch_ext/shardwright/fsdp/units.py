@@ -189,12 +189,10 @@ class Unit:
         if self.runner is not None and (runner := self.runner()) is not None:
             runner.reductions.note_gather(self)
         self.start_refresh()
-        self.is_resident = True
+        self.is_resident = self._in_arena = self._is_gathering = True
         versions = self.versions
         from_kept = bool(self._kept_from) and not versions_differ(self._kept_from, versions)
         self._gathered_from = versions
-        self._in_arena = True
-        self._is_gathering = True
         scaled = (weight for weight in self.weights if weight.gather.format.needs_amax)
         set_scales(weight.scale_request for weight in scaled if weight.gather.needs_scale(weight.source))
         batch = MoveBatch()
