@@ -24,7 +24,7 @@ namespace {
 // Simulates a step use by use. `now_` is the time on the lane of compute, `free_` on the lane of transfers.
 class Lanes {
  public:
-  explicit Lanes(const StepSchedule& schedule) : s_(schedule), there_(schedule.weights.size(), 0) {
+  explicit Lanes(const StepSchedule& schedule) : s_(schedule), gathered_ps_(schedule.weights.size(), 0) {
     lanes_.uses.resize(s_.uses.size());
     lanes_.gathers.resize(s_.gathers.size());
     lanes_.reductions.resize(s_.reductions.size());
@@ -39,7 +39,7 @@ class Lanes {
       compute(i);
       reduce(i);
     }
-    check_invariant(gather_ == s_.gathers.size() && reduction_ == s_.reductions.size() && under_way_.empty(),
+    check_invariant(gather_ == s_.gathers.size() && reduction_ == s_.reductions.size() && in_flight_.empty(),
                     "a schedule has transfers that are not in the order of its uses");
     lanes_.total_ps = std::max(now_, sent_);
     return std::move(lanes_);
@@ -71,7 +71,7 @@ class Lanes {
       LaneSpan& fetch = lanes_.fetches[gather_];
       fetch = copy(fetched_, s_.gathers[gather_].from_copy ? 0 : s_.weights[w].fetch_ps);
       lanes_.gathers[gather_] = transfer(fetch.end_ps, s_.weights[w].gather_ps);
-      there_[w] = lanes_.gathers[gather_].end_ps;
+      gathered_ps_[w] = lanes_.gathers[gather_].end_ps;
     }
     gather_activations(i, -1, now_);
   }
@@ -107,7 +107,7 @@ class Lanes {
   // Runs a use once its weights are gathered, and the chunks that are gathered and reduced within it.
   void compute(int i) {
     const Use& use = s_.uses[i];
-    for (const int w : use.weights) now_ = std::max(now_, there_[w]);
+    for (const int w : use.weights) now_ = std::max(now_, gathered_ps_[w]);
     LaneSpan& span = lanes_.uses[i];
     span = {now_, end_of_compute(i, now_)};
     lanes_.compute_ps += use.compute_ps;
@@ -134,9 +134,9 @@ class Lanes {
       const Reduction& r = s_.reductions[reduction_];
       const Weight& w = s_.weights[r.weight];
       lanes_.reductions[reduction_] = transfer(now_, r.in_chunks ? w.in_chunks.rest_ps : w.reduce_ps);
-      under_way_.push_back(reduction_);
+      in_flight_.push_back(reduction_);
     }
-    std::erase_if(under_way_, [&](size_t r) {
+    std::erase_if(in_flight_, [&](size_t r) {
       if (s_.reductions[r].finish > i) return false;
       now_ = std::max(now_, lanes_.reductions[r].end_ps);
       lanes_.sends[r] = copy(sent_, s_.weights[s_.reductions[r].weight].send_ps);
@@ -146,15 +146,15 @@ class Lanes {
 
   const StepSchedule& s_;
   StepLanes lanes_;
-  int64_t now_ = 0;                // current time on the lane of compute
-  int64_t free_ = 0;               // end of the last transfer
-  int64_t fetched_ = 0;            // end of the last copy from the host
-  int64_t sent_ = 0;               // end of the last copy to the host
-  std::vector<int64_t> there_;     // by weight: end of its latest gather
-  int activation_ = 0;             // index of the next activation
-  size_t gather_ = 0;              // index of the next gather
-  size_t reduction_ = 0;           // index of the next reduction
-  std::vector<size_t> under_way_;  // indices of reductions that are not waited for yet
+  int64_t now_ = 0;                   // current time on the lane of compute
+  int64_t free_ = 0;                  // end of the last transfer
+  int64_t fetched_ = 0;               // end of the last copy from the host
+  int64_t sent_ = 0;                  // end of the last copy to the host
+  std::vector<int64_t> gathered_ps_;  // by weight: end of its latest gather
+  int activation_ = 0;                // index of the next activation
+  size_t gather_ = 0;                 // index of the next gather
+  size_t reduction_ = 0;              // index of the next reduction
+  std::vector<size_t> in_flight_;     // indices of reductions that are not waited for yet
 };
 
 }  // namespace
