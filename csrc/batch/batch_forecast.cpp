@@ -87,7 +87,7 @@ BatchForecast::OfDestination costs_of(const BatchPlan& plan, const std::vector<i
       const Rank rank = plan.ranks()[load.rank];
       for (const auto& [peer, elements] : kind.exchange->message_sizes(rank, Direction::kReceive)) {
         const int64_t message_bytes = elements * bytes;
-        const int64_t ps = scaled(message_bytes, link_between(topology, peer, rank).ps_per_kib);
+        const int64_t ps = picoseconds_for(message_bytes, link_between(topology, peer, rank).ps_per_kib);
         received[rank] += message_bytes;
         receiving_ps[rank] = saturating_sum(receiving_ps[rank], ps);
         sending_ps[peer] = saturating_sum(sending_ps[peer], ps);
@@ -143,7 +143,7 @@ struct RankUse {
 int64_t time_of(const RankUse& use, const BatchPlan& plan, const Topology& topology) {
   const int64_t rounds = count(use.rounds);
   const int64_t moving = std::max(use.sending_ps, use.receiving_ps);
-  const int64_t copying = scaled(use.bytes, topology.memory_ps_per_kib);
+  const int64_t copying = picoseconds_for(use.bytes, topology.memory_ps_per_kib);
   const int64_t latency = saturating_sum(use.latency_ps, saturating_product(rounds, topology.step_ps));
   if (plan.buckets() == 1) return saturating_sum(latency, saturating_sum(moving, copying));
   // Packing the first bucket and unpacking the last one overlap with no transfers.
@@ -184,7 +184,7 @@ BatchForecast forecast(const BatchPlan& plan, const Topology& topology) {
     const auto& [from, to] = pair;
     const Link& link = link_between(topology, from, to);
     const int64_t messages = count(use.rounds);
-    const int64_t moving = scaled(use.bytes, link.ps_per_kib);
+    const int64_t moving = picoseconds_for(use.bytes, link.ps_per_kib);
     const int64_t latency = saturating_product(messages, link.message_ps);
     forecast.links.push_back({from, to, use.bytes, messages, saturating_sum(latency, moving)});
     RankUse& sender = ranks[from];

@@ -11,7 +11,7 @@ int64_t saturated(__int128 exact) { return exact > kCeiling ? kCeiling : static_
 
 }  // namespace
 
-int64_t scaled(int64_t bytes, int64_t ps_per_kib) {
+int64_t picoseconds_for(int64_t bytes, int64_t ps_per_kib) {
   return saturated(static_cast<__int128>(bytes) * ps_per_kib / 1024);
 }
 
@@ -20,12 +20,12 @@ int64_t saturating_product(int64_t a, int64_t b) { return saturated(static_cast<
 int64_t saturating_sum(int64_t a, int64_t b) { return std::min(a + b, kCeiling); }
 
 int64_t predicted_picoseconds(bool local, const StepCounts& counts, const Link& link, const Topology& topology) {
-  const int64_t copies = scaled(counts.touched_bytes, topology.memory_ps_per_kib);
+  const int64_t copies = picoseconds_for(counts.touched_bytes, topology.memory_ps_per_kib);
   if (local) return copies;
-  int64_t wire = scaled(std::max(counts.received_bytes, counts.sent_bytes), link.ps_per_kib);
+  int64_t wire = picoseconds_for(std::max(counts.received_bytes, counts.sent_bytes), link.ps_per_kib);
   if (counts.by_link) {
-    wire = std::min(wire, saturating_sum(scaled(counts.by_link->inside, topology.inside.ps_per_kib),
-                                         scaled(counts.by_link->between, topology.between.ps_per_kib)));
+    wire = std::min(wire, saturating_sum(picoseconds_for(counts.by_link->inside, topology.inside.ps_per_kib),
+                                         picoseconds_for(counts.by_link->between, topology.between.ps_per_kib)));
   }
   const int64_t messages = std::max(counts.messages, counts.sent_messages);
   const int64_t latency =

@@ -44,8 +44,10 @@ struct StepCounts {
 // max(bytes received, sent) over the slowest link of the group + local copies. A local step only copies.
 int64_t predicted_picoseconds(bool local, const StepCounts& counts, const Link& link, const Topology& topology);
 
-// Saturating arithmetic. The ceiling is 2^60, so that the sums of a plan do not overflow. `scaled` returns picoseconds.
-int64_t scaled(int64_t bytes, int64_t ps_per_kib);
+// Saturating arithmetic. The ceiling is 2^60, so that the sums of a plan do not overflow.
+//
+// Returns the time to move `bytes` at this rate, in picoseconds, rounded down.
+int64_t picoseconds_for(int64_t bytes, int64_t ps_per_kib);
 int64_t saturating_product(int64_t a, int64_t b);
 int64_t saturating_sum(int64_t a, int64_t b);
 

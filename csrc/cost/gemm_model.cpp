@@ -12,7 +12,7 @@ namespace shardwright {
 namespace {
 
 // Built-in models, by name. The rates are those of large products: about 70% of the peaks in data sheets.
-const std::map<std::string, GemmModel>& known() {
+const std::map<std::string, GemmModel>& built_in_models() {
   static const std::map<std::string, GemmModel> models{
       {"h100", {"h100", 132, 128, 256, 5'300'000, 4'000'000, 300, 20}},
       {"a100", {"a100", 108, 128, 256, 2'200'000, 5'000'000, 600, 20}},
@@ -24,8 +24,8 @@ const std::map<std::string, GemmModel>& known() {
 }  // namespace
 
 GemmModel GemmModel::named(const std::string& name) {
-  const auto found = known().find(name);
-  if (found == known().end()) {
+  const auto found = built_in_models().find(name);
+  if (found == built_in_models().end()) {
     throw UserError(concat("gemm_model must be one of ", join(names()), ", got '", name, "'"));
   }
   return found->second;
@@ -33,23 +33,23 @@ GemmModel GemmModel::named(const std::string& name) {
 
 std::vector<std::string> GemmModel::names() {
   std::vector<std::string> all;
-  for (const auto& [name, model] : known()) all.push_back(name);
+  for (const auto& [name, model] : built_in_models()) all.push_back(name);
   return all;
 }
 
 void GemmModel::check() const {
-  const auto check_one = [&](const char* field, int64_t value, int64_t least) {
+  const auto check_field = [&](const char* field, int64_t value, int64_t least) {
     check_user(value >= least, "gemm_model: ", field, " of '", name, "' must be at least ", least, ", got ", value);
   };
-  check_one("num_processors", num_processors, 1);
-  check_one("tile_rows", tile_rows, 1);
-  check_one("tile_columns", tile_columns, 1);
-  check_one("flops_per_us", flops_per_us, 1);
-  check_one("launch_ps", launch_ps, 0);
-  check_one("memory_ps_per_kib", memory_ps_per_kib, 0);
-  check_one("contention_percent", contention_percent, 0);
-  check_one("chunk_ps", chunk_ps, 0);
-  check_one("transfer_processors", transfer_processors, 0);
+  check_field("num_processors", num_processors, 1);
+  check_field("tile_rows", tile_rows, 1);
+  check_field("tile_columns", tile_columns, 1);
+  check_field("flops_per_us", flops_per_us, 1);
+  check_field("launch_ps", launch_ps, 0);
+  check_field("memory_ps_per_kib", memory_ps_per_kib, 0);
+  check_field("contention_percent", contention_percent, 0);
+  check_field("chunk_ps", chunk_ps, 0);
+  check_field("transfer_processors", transfer_processors, 0);
 }
 
 int64_t GemmModel::picoseconds(int64_t m, int64_t n, int64_t k, int64_t count, int64_t item_bytes) const {
@@ -80,7 +80,8 @@ int64_t GemmModel::picoseconds(int64_t m, int64_t n, int64_t k, int64_t count, i
   }
   const int64_t elements =
       saturating_sum(saturating_sum(saturating_product(m, k), saturating_product(k, n)), saturating_product(m, n));
-  const int64_t memory = scaled(saturating_product(saturating_product(elements, count), item_bytes), memory_ps_per_kib);
+  const int64_t memory =
+      picoseconds_for(saturating_product(saturating_product(elements, count), item_bytes), memory_ps_per_kib);
   return saturating_sum(launch_ps, std::max(memory, static_cast<int64_t>(compute)));
 }
 
@@ -90,7 +91,7 @@ int64_t GemmModel::waves(int64_t m, int64_t n, int64_t count) const {
   return std::max<int64_t>(ceil_divide(tiles, num_processors), 1);
 }
 
-GemmModel GemmModel::leaving(int64_t processors) const {
+GemmModel GemmModel::with_fewer_processors(int64_t processors) const {
   GemmModel rest = *this;
   rest.num_processors = std::max<int64_t>(num_processors - processors, 1);
   return rest;

@@ -49,7 +49,7 @@ struct GemmModel {
   int64_t waves(int64_t m, int64_t n, int64_t count) const;
 
   // Returns the model with `processors` fewer processors, but at least one.
-  GemmModel leaving(int64_t processors) const;
+  GemmModel with_fewer_processors(int64_t processors) const;
 
   // Returns the model for transfers that copy engines carry out. The contention is at most
   // kCopyEngineContentionPercent.

@@ -13,9 +13,9 @@ namespace {
 
 constexpr double kOwnLinkGain = 0.25;  // reduction of the mean relative error that justifies a mesh dim's own link
 
-// Each pass of the fit weights a point by 1 / max(its error in the pass before, kSlack).
+// Each pass of the fit weights a point by 1 / max(its error in the pass before, kMinWeightedError).
 constexpr int kPasses = 20;
-constexpr double kSlack = 0.02;
+constexpr double kMinWeightedError = 0.02;
 
 constexpr int kStep = 0, kMessage = 1, kByte = 2, kNumParameters = 3;
 using Parameters = std::array<double, kNumParameters>;
@@ -53,7 +53,7 @@ double median(std::vector<double> values) {
 
 // Returns the cost of a byte from the two largest sizes, as the median over the numbers of peers, or 0 if it cannot be
 // determined.
-double byte_of(const std::vector<LinkPoint>& points) {
+double seconds_per_byte(const std::vector<LinkPoint>& points) {
   std::map<int64_t, std::vector<std::pair<int64_t, double>>> by_peers;
   for (const LinkPoint& p : points) by_peers[p.peers].emplace_back(p.sent_bytes, p.seconds);
   std::vector<double> slopes;
@@ -102,8 +102,8 @@ std::optional<Parameters> least_squares(const std::vector<Equation>& equations, 
 }
 
 // Tries every non-empty set of free costs (at most seven) and returns the best solution in which no cost is negative.
-Parameters least_squares_without_negatives(const std::vector<Equation>& equations,
-                                           const std::array<bool, kNumParameters>& is_free) {
+Parameters non_negative_least_squares(const std::vector<Equation>& equations,
+                                      const std::array<bool, kNumParameters>& is_free) {
   Parameters best{};
   double least = std::numeric_limits<double>::infinity();
   for (unsigned set = 1; set < (1U << kNumParameters); ++set) {
@@ -132,8 +132,8 @@ Parameters least_squares_without_negatives(const std::vector<Equation>& equation
 
 LinkFit fit_link(const std::vector<LinkPoint>& points, std::optional<double> step) {
   check_argument(!points.empty(), "points", "a list of at least one measured all-to-all", "none");
-  const double byte = byte_of(points);
-  std::vector<Equation> all, short_ones;
+  const double byte = seconds_per_byte(points);
+  std::vector<Equation> all, mostly_latency;
   bool has_several_team_sizes = false;
   for (const LinkPoint& p : points) {
     check_argument(p.seconds > 0, "points: seconds of an all-to-all", "above 0", p.seconds);
@@ -143,14 +143,14 @@ LinkFit fit_link(const std::vector<LinkPoint>& points, std::optional<double> ste
         {1 / p.seconds, static_cast<double>(p.peers) / p.seconds, static_cast<double>(p.sent_bytes) / p.seconds},
         1 - (step.value_or(0) + byte_seconds) / p.seconds};
     all.push_back(equation);
-    if (byte_seconds < p.seconds / 2) short_ones.push_back(equation);
+    if (byte_seconds < p.seconds / 2) mostly_latency.push_back(equation);
   }
-  std::vector<Equation>& equations = byte > 0 && !short_ones.empty() ? short_ones : all;
+  std::vector<Equation>& equations = byte > 0 && !mostly_latency.empty() ? mostly_latency : all;
   const std::array<bool, kNumParameters> is_free{!step, step || has_several_team_sizes, byte == 0};
   Parameters parameters{};
   for (int pass = 0; pass < kPasses; ++pass) {
-    parameters = least_squares_without_negatives(equations, is_free);
-    for (Equation& e : equations) e.weight = 1 / std::max(e.residual(parameters), kSlack);
+    parameters = non_negative_least_squares(equations, is_free);
+    for (Equation& e : equations) e.weight = 1 / std::max(e.residual(parameters), kMinWeightedError);
   }
   LinkFit fit{step.value_or(parameters[kStep]), parameters[kMessage], byte > 0 ? byte : parameters[kByte]};
   fit.error = mean_error(points, fit);

@@ -15,7 +15,7 @@ constexpr int64_t kMicrosecond = 1'000'000;      // picoseconds
 constexpr int64_t per_kib(int64_t gigabytes_per_second) { return 1'024'000 / gigabytes_per_second; }
 
 // Orders of magnitude for the hardware in the names, not measurements.
-const std::vector<Topology>& known() {
+const std::vector<Topology>& built_in_topologies() {
   static const std::vector<Topology> topologies{
       {"8xNVLink", 0, 12 * kMicrosecond, per_kib(1500), {kMicrosecond, per_kib(200)}, {kMicrosecond, per_kib(200)}, {}},
       {"64x8", 8, 12 * kMicrosecond, per_kib(1500), {kMicrosecond, per_kib(200)}, {4 * kMicrosecond, per_kib(45)}, {}},
@@ -33,7 +33,7 @@ const std::vector<Topology>& known() {
 }  // namespace
 
 Topology Topology::named(std::string_view name) {
-  for (const Topology& topology : known()) {
+  for (const Topology& topology : built_in_topologies()) {
     if (topology.name == name) return topology;
   }
   throw UserError(concat("topology must be one of ", join(names()), ", got '", name, "'"));
@@ -41,7 +41,7 @@ Topology Topology::named(std::string_view name) {
 
 std::vector<std::string> Topology::names() {
   std::vector<std::string> names;
-  for (const Topology& topology : known()) names.push_back(topology.name);
+  for (const Topology& topology : built_in_topologies()) names.push_back(topology.name);
   return names;
 }
 
@@ -65,17 +65,17 @@ bool Topology::crosses_nodes(const Mesh& mesh, int mesh_dim) const {
 void Topology::check() const {
   check_utf8(name, "topology: name");
   for (const auto& [mesh_dim, link] : mesh_dims) check_utf8(mesh_dim, "topology: mesh dim");
-  const auto check_one = [&](int64_t value, const auto&... field) {
+  const auto check_number = [&](int64_t value, const auto&... field) {
     check_user(value >= 0 && value <= kMaxValue, "topology: ", field..., " of '", name, "' must be ",
                InRange{0, kMaxValue}, ", got ", value);
   };
   const auto check_link = [&](const Link& link, const auto&... field) {
-    check_one(link.message_ps, field..., ".message_ps");
-    check_one(link.ps_per_kib, field..., ".ps_per_kib");
+    check_number(link.message_ps, field..., ".message_ps");
+    check_number(link.ps_per_kib, field..., ".ps_per_kib");
   };
-  check_one(ranks_per_node, "ranks_per_node");
-  check_one(step_ps, "step_ps");
-  check_one(memory_ps_per_kib, "memory_ps_per_kib");
+  check_number(ranks_per_node, "ranks_per_node");
+  check_number(step_ps, "step_ps");
+  check_number(memory_ps_per_kib, "memory_ps_per_kib");
   check_link(inside, "inside");
   check_link(between, "between");
   for (const auto& [mesh_dim, link] : mesh_dims) check_link(link, "mesh_dims.", mesh_dim);
@@ -90,15 +90,15 @@ Link slower(const Link& a, const Link& b) {
   return {std::max(a.message_ps, b.message_ps), std::max(a.ps_per_kib, b.ps_per_kib)};
 }
 
-Link Topology::link_of(const Mesh& mesh, int mesh_dim) const {
+Link Topology::link_along(const Mesh& mesh, int mesh_dim) const {
   const auto own = mesh_dims.find(mesh.dim_names()[mesh_dim]);
   if (own != mesh_dims.end()) return own->second;
   return crosses_nodes(mesh, mesh_dim) ? between : inside;
 }
 
-Link Topology::link(const Mesh& mesh, MeshDimSet mesh_dims) const {
+Link Topology::slowest_link(const Mesh& mesh, MeshDimSet mesh_dims) const {
   Link slowest;
-  for (const int d : mesh_dims.to_vector()) slowest = slower(slowest, link_of(mesh, d));
+  for (const int d : mesh_dims.to_vector()) slowest = slower(slowest, link_along(mesh, d));
   return slowest;
 }
 

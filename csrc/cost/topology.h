@@ -45,8 +45,8 @@ struct Topology {
   void check() const;
 
   // Returns the slowest link of any group over `mesh_dims`.
-  Link link(const Mesh& mesh, MeshDimSet mesh_dims) const;
-  Link link_of(const Mesh& mesh, int mesh_dim) const;
+  Link slowest_link(const Mesh& mesh, MeshDimSet mesh_dims) const;
+  Link link_along(const Mesh& mesh, int mesh_dim) const;
   // True if a group over these mesh dims uses the link `between`. Its ranks on the same node then have the better link
   // `inside` among themselves.
   bool is_between_nodes(const Mesh& mesh, MeshDimSet mesh_dims) const;

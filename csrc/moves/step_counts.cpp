@@ -70,7 +70,7 @@ Link link_of(const Exchange& exchange, const Topology& topology) {
 
 Link link_of(const Step& step, const Topology& topology) {
   if (is_crossing(step.op)) return link_of(*exchange_of(step), topology);
-  return topology.link(step.before.mesh(), step.mesh_dims);
+  return topology.slowest_link(step.before.mesh(), step.mesh_dims);
 }
 
 StepCounts step_counts(const Step& step, Lowering lowering) {
@@ -125,10 +125,11 @@ Stage stage_of(const Step& step, const Plan& plan, const std::vector<Rank>& rank
     GridExchange::NodeTraffic inside;
     if (is_inside) inside = {all.received_bytes, all.sent_bytes};
     if (by_node) inside = by_node->within_node(rank);
-    stage.lanes[Stage::kIn].push_back(scaled(inside.received_bytes, topology.inside.ps_per_kib));
-    stage.lanes[Stage::kOut].push_back(scaled(inside.sent_bytes, topology.inside.ps_per_kib));
-    stage.lanes[Stage::kInBetween].push_back(scaled(all.received_bytes - inside.received_bytes, link.ps_per_kib));
-    stage.lanes[Stage::kOutBetween].push_back(scaled(all.sent_bytes - inside.sent_bytes, link.ps_per_kib));
+    stage.lanes[Stage::kIn].push_back(picoseconds_for(inside.received_bytes, topology.inside.ps_per_kib));
+    stage.lanes[Stage::kOut].push_back(picoseconds_for(inside.sent_bytes, topology.inside.ps_per_kib));
+    stage.lanes[Stage::kInBetween].push_back(
+        picoseconds_for(all.received_bytes - inside.received_bytes, link.ps_per_kib));
+    stage.lanes[Stage::kOutBetween].push_back(picoseconds_for(all.sent_bytes - inside.sent_bytes, link.ps_per_kib));
   }
   return stage;
 }
@@ -152,9 +153,10 @@ class Pipeline {
     const std::vector<Rank> ranks = ranks_of(plan);
     for (const Step& step : plan.steps) {
       stages_.push_back(stage_of(step, plan, ranks));
-      copies_ += scaled(step_counts(step, plan.lowering).touched_bytes, plan.topology.memory_ps_per_kib);
+      copies_ += picoseconds_for(step_counts(step, plan.lowering).touched_bytes, plan.topology.memory_ps_per_kib);
     }
-    copies_ += scaled(plan.src.largest_part_bytes() + plan.dst.largest_part_bytes(), plan.topology.memory_ps_per_kib);
+    copies_ +=
+        picoseconds_for(plan.src.largest_part_bytes() + plan.dst.largest_part_bytes(), plan.topology.memory_ps_per_kib);
   }
 
   // Returns the time of `count` segments, each of which moves the fraction shares[s] of the bytes of step s. `copies`

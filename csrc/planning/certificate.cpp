@@ -154,7 +154,7 @@ Certificate certify(const Plan& plan, const TrafficTotals& traffic, const Bound&
   certificate.least_peak_bytes = plan.steps.empty() ? 0 : plan.dst.largest_part_bytes();
   // If nothing must be received, a plan may consist of a copy, or of no step at all.
   const int64_t copies =
-      plan.steps.empty() ? 0 : scaled(plan.dst.largest_part_bytes(), plan.topology.memory_ps_per_kib);
+      plan.steps.empty() ? 0 : picoseconds_for(plan.dst.largest_part_bytes(), plan.topology.memory_ps_per_kib);
   certificate.least_ps = total_bytes > 0 ? least_picoseconds(plan) : std::min(least_picoseconds(plan), copies);
   return certificate;
 }

@@ -68,7 +68,7 @@ int64_t predicted_picoseconds(const Dataflow& flow, const Node& node, const Prod
     for (const std::vector<int>& values : {node.inputs, node.outputs}) {
       for (const int value : values) bytes += flow.values[value].layout.largest_part_bytes();
     }
-    return scaled(bytes, context.known_topology().memory_ps_per_kib);
+    return picoseconds_for(bytes, context.known_topology().memory_ps_per_kib);
   };
   return match(
       node.operation, [](const MoveNode& move) { return predicted_picoseconds(move.plan); },

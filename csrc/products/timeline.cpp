@@ -38,7 +38,7 @@ class Clock {
         mesh_(mesh),
         model_(model),
         is_host_(model.num_processors == 1),
-        model_with_transfers_(model.leaving(program.sms_left)),
+        model_with_transfers_(model.with_fewer_processors(program.sms_left)),
         order_(is_host_ ? order_of_hosts(program) : order_of_transfers(program)),
         ends_(program.instructions.size(), 0),
         leaves_processors_(program.instructions.size(), false) {
@@ -131,7 +131,7 @@ class Clock {
         [&](const Gemm& o) { compute_for(gemm_ps(o, index)); },
         [&](const Attend& o) { compute_for(slowed(attend_ps(o, 1))); },
         [&](const AttendBackward& o) { compute_for(slowed(attend_ps(o, kBackwardProducts))); },
-        [&](const IsCompute auto& o) { compute_for(scaled(touched_bytes(o), topology_.memory_ps_per_kib)); },
+        [&](const IsCompute auto& o) { compute_for(picoseconds_for(touched_bytes(o), topology_.memory_ps_per_kib)); },
         [](const IsTransfer auto&) { check_invariant(false, "a transfer was placed in the compute lane"); });
     ends_[index] = compute_;
   }
@@ -146,14 +146,14 @@ class Clock {
     const int64_t messages = std::max(traffic.received_messages, traffic.sent_messages);
     const int64_t bytes = std::max(traffic.received_bytes, traffic.sent_bytes);
     const int64_t latency = saturating_sum(topology_.step_ps, saturating_product(messages, link.message_ps));
-    return saturating_sum(latency, saturating_product(scaled(bytes, link.ps_per_kib), num) / den);
+    return saturating_sum(latency, saturating_product(picoseconds_for(bytes, link.ps_per_kib), num) / den);
   }
 
   // Returns the group's link. Messages within a node do not take the link between nodes, which the node's ranks share.
   // So the costs of messages are the means of both links' costs, weighted by the messages and bytes on each.
   Link link_of(const Operation& operation, const TransferTraffic& traffic) const {
     const MeshDimSet mesh_dims = program_.groups[group_of(operation).value()].mesh_dims;
-    Link link = topology_.link(mesh_, mesh_dims);
+    Link link = topology_.slowest_link(mesh_, mesh_dims);
     const auto* messages = std::get_if<SendReceive>(&operation);
     if (messages == nullptr || traffic.bytes() == 0 || !topology_.is_between_nodes(mesh_, mesh_dims)) return link;
     const TransferTraffic on_node = traffic_inside_node(program_, *messages, topology_.ranks_per_node);

@@ -62,7 +62,7 @@ int64_t RelayShapes::time(const Shape& shape, int64_t few) const {
   int64_t reached = members_;
   const auto add = [&](int64_t messages, const Link& link) {
     const int64_t bytes = bytes_ * ceil_divide(parts_, reached);
-    const int64_t each = saturating_sum(link.message_ps, scaled(bytes, link.ps_per_kib));
+    const int64_t each = saturating_sum(link.message_ps, picoseconds_for(bytes, link.ps_per_kib));
     all = saturating_sum(all, saturating_sum(topology_.step_ps, saturating_product(messages, each)));
   };
   if (shape.levels_inside > 0) {

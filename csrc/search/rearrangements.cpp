@@ -123,7 +123,7 @@ class Sequences {
   int64_t least_of_two_steps(int64_t received_bytes) const {
     int64_t ps_per_kib = std::min(topology_.inside.ps_per_kib, topology_.between.ps_per_kib);
     for (const auto& [mesh_dim, link] : topology_.mesh_dims) ps_per_kib = std::min(ps_per_kib, link.ps_per_kib);
-    return saturating_sum(2 * topology_.step_ps, scaled(received_bytes, ps_per_kib));
+    return saturating_sum(2 * topology_.step_ps, picoseconds_for(received_bytes, ps_per_kib));
   }
 
  private:

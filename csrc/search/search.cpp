@@ -159,7 +159,7 @@ class Search {
 
   static std::vector<Link> links_of(const Mesh& mesh, const Topology& topology) {
     std::vector<Link> links;
-    for (int d = 0; d < mesh.ndim(); ++d) links.push_back(topology.link_of(mesh, d));
+    for (int d = 0; d < mesh.ndim(); ++d) links.push_back(topology.link_along(mesh, d));
     return links;
   }
 
@@ -182,8 +182,10 @@ class Search {
   MeshDimSet dims_to_reduce(const MoveTable::State& state) const { return state.partial_dims - pending_; }
   bool is_for_time() const { return options_.objective == Objective::kTime; }
   // Return the picoseconds of a local copy, and of a transfer over a link.
-  int64_t copying(int64_t elements) const { return scaled(elements * item_, topology_.memory_ps_per_kib); }
-  int64_t sending(int64_t elements, const Link& link) const { return scaled(elements * item_, link.ps_per_kib); }
+  int64_t copying(int64_t elements) const { return picoseconds_for(elements * item_, topology_.memory_ps_per_kib); }
+  int64_t sending(int64_t elements, const Link& link) const {
+    return picoseconds_for(elements * item_, link.ps_per_kib);
+  }
 
   // Returns the slowest link of these mesh dims.
   Link link(MeshDimSet mesh_dims) const {

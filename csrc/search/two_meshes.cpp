@@ -385,7 +385,7 @@ class Crossings {
     least.received_bytes = (last.elements - (common_.shares_ranks ? first.elements : 0)) * item;
     least.touched_bytes = last.elements * item;
     if (last.elements == 0 || least.received_bytes <= 0) {
-      return {is_for_time() ? scaled(least.touched_bytes, topology_.memory_ps_per_kib) : 0, 0, 0, 0};
+      return {is_for_time() ? picoseconds_for(least.touched_bytes, topology_.memory_ps_per_kib) : 0, 0, 0, 0};
     }
     if (!is_for_time()) return {least.received_bytes, 0, 0, 0};
     least.messages = std::max<int64_t>(least.received_bytes / item / std::max<int64_t>(first.elements, 1), 1);
@@ -476,7 +476,7 @@ std::vector<Step> cheapest_crossing(const Layout& src, const Layout& goal, const
 
 int64_t least_picoseconds_between(const Layout& src, const Layout& dst, const Topology& topology) {
   const ExchangeBound bound = exchange_bound(src, dst, topology.ranks_per_node);
-  const int64_t copies = scaled(dst.largest_part_bytes(), topology.memory_ps_per_kib);
+  const int64_t copies = picoseconds_for(dst.largest_part_bytes(), topology.memory_ps_per_kib);
   if (bound.received_bytes_sum == 0) return copies;
   const auto faster = [](const Link& a, const Link& b) {
     return Link{std::min(a.message_ps, b.message_ps), std::min(a.ps_per_kib, b.ps_per_kib)};
@@ -492,7 +492,8 @@ int64_t least_picoseconds_between(const Layout& src, const Layout& dst, const To
   const int64_t both = topology.inside.ps_per_kib + between.ps_per_kib;
   const int64_t ps_per_kib =
       has_nodes && both > 0 ? topology.inside.ps_per_kib * between.ps_per_kib / both : topology.inside.ps_per_kib;
-  const int64_t wire = std::max(scaled(bytes, ps_per_kib), scaled(bytes_between_nodes, between.ps_per_kib));
+  const int64_t wire =
+      std::max(picoseconds_for(bytes, ps_per_kib), picoseconds_for(bytes_between_nodes, between.ps_per_kib));
   return saturating_sum(saturating_sum(topology.step_ps, message), saturating_sum(wire, copies));
 }
 

@@ -140,7 +140,7 @@ void expect_time_of_busiest(unsigned seed, const std::function<int64_t(test::Ran
     const Plan fastest = make_plan(src, dst, {.topology = topology_of_bytes_only()});
     const auto depth = static_cast<double>(fastest.steps.size());
     const double allowed = fastest.segments.count > 1 ? 1 + depth / static_cast<double>(fastest.segments.count) : 1;
-    const int64_t least = scaled(min_sent_bytes(exchange_bound(src, dst)), 5120);
+    const int64_t least = picoseconds_for(min_sent_bytes(exchange_bound(src, dst)), 5120);
     ratios.add(over(predicted_picoseconds(fastest), least) / allowed, fastest);
   });
   ratios.expect_within(share);

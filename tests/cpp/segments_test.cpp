@@ -260,7 +260,7 @@ TEST(InSegments, TakeAboutThePredictedTime) {
       }
       int64_t busiest = 0;
       for (const auto& [rank, one] : of_ranks) busiest = std::max({busiest, one.received_bytes, one.sent_bytes});
-      exact += scaled(busiest, topology.inside.ps_per_kib);
+      exact += picoseconds_for(busiest, topology.inside.ps_per_kib);
     }
     if (exact == 0) continue;
     SCOPED_TRACE(concat("seed ", seed, ", pair ", i, ", ", plan.segments.count, " segments: ", to_string(plan)));
@@ -305,7 +305,7 @@ TEST(InSegments, TakeLittleLongerThanTheBusiestRank) {
   EXPECT_EQ(totals(plan).received_bytes_max, busiest);
   EXPECT_LE(static_cast<double>(predicted_picoseconds(plan)),
             (1 + depth / static_cast<double>(plan.segments.count)) *
-                static_cast<double>(scaled(busiest, topology.between.ps_per_kib)));
+                static_cast<double>(picoseconds_for(busiest, topology.between.ps_per_kib)));
   // Segments are chosen if they are faster.
   Plan whole = plan;
   whole.segments = {};

@@ -119,8 +119,9 @@ TEST(Split, SendsToEachNodeOnceIfThatPays) {
   for (const Rank rank : dst.mesh().ranks()) {
     for (const Step& step : plan.steps) {
       const Mesh& mesh = step.before.mesh();
-      const bool leaves_nodes = step.op == StepOp::kCross ||
-                                with_nodes(8).link(mesh, step.mesh_dims).ps_per_kib == with_nodes(8).between.ps_per_kib;
+      const bool leaves_nodes =
+          step.op == StepOp::kCross ||
+          with_nodes(8).slowest_link(mesh, step.mesh_dims).ps_per_kib == with_nodes(8).between.ps_per_kib;
       if (leaves_nodes) entering[to_int(rank) / 8] += traffic_at(step, plan.lowering, rank).received_bytes;
     }
   }

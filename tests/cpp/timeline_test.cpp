@@ -55,9 +55,10 @@ TEST(GemmModel, CountsWavesOfWholeTilesAndLeavesProcessors) {
   EXPECT_EQ(kPlain.waves(640, 64, 3), 3);
   EXPECT_EQ(kPlain.waves(1, 1, 1), 1);
   EXPECT_EQ(kPlain.waves(0, 1, 1), 1);
-  EXPECT_EQ(kPlain.leaving(2).waves(640, 64, 1), 2);
-  EXPECT_EQ(kPlain.leaving(5).picoseconds(640, 64, 1000, 1, 2), 2 * kPlain.picoseconds(640, 64, 1000, 1, 2));
-  EXPECT_EQ(kPlain.leaving(100).num_processors, 1);
+  EXPECT_EQ(kPlain.with_fewer_processors(2).waves(640, 64, 1), 2);
+  EXPECT_EQ(kPlain.with_fewer_processors(5).picoseconds(640, 64, 1000, 1, 2),
+            2 * kPlain.picoseconds(640, 64, 1000, 1, 2));
+  EXPECT_EQ(kPlain.with_fewer_processors(100).num_processors, 1);
 }
 
 // A host: one processor with the same rate, which runs one instruction after the other.
