@@ -11,15 +11,17 @@ namespace {
 using CutList = std::vector<Cut>;
 
 // Maximum number of ranks whose parts are compared one by one.
-constexpr int64_t kMaxCompared = int64_t{1} << 16;
+constexpr int64_t kMaxRanksCompared = int64_t{1} << 16;
 
-// Maximum number of combinations of coordinates for which uneven regions are compared.
-constexpr int64_t kMaxRegionsCompared = 4096;
+// Maximum number of ranks along the mesh dims of both lists for which unequal parts are compared group by group.
+constexpr int64_t kMaxGroupsCompared = 4096;
 
-// Returns the cuts that remain once the mesh dims `gathered` are gathered. A gathered cut is moved behind each later
-// cut, whose rule must have a form for that (CutRule::with_gathered), and then dropped. Returns nothing if a rule has
-// no such form.
-std::optional<CutList> without(const Mesh& mesh, CutList cuts, MeshDimSet gathered) {
+// Returns the cuts that remain once the mesh dims `gathered` are gathered. A gathered cut is dropped, and each later
+// cut gets the rule that makes the same parts without it (CutRule::with_gathered). Returns nullopt if there is no such
+// rule.
+//
+// Example: chunks over a of size 2, then chunks over b. Without a, b has a strided cut with split factor 2.
+std::optional<CutList> after_gathering(const Mesh& mesh, CutList cuts, MeshDimSet gathered) {
   for (size_t i = cuts.size(); i-- > 0;) {
     if (!gathered.contains(cuts[i].mesh_dim)) continue;
     for (size_t later = i + 1; later < cuts.size(); ++later) {
@@ -32,8 +34,7 @@ std::optional<CutList> without(const Mesh& mesh, CutList cuts, MeshDimSet gather
   return cuts;
 }
 
-// Returns the disjoint parts of the ranks that differ from `position` only in gathered mesh dims: what they hold
-// together.
+// Returns the parts of all ranks that differ from `position` only in gathered mesh dims. The parts are disjoint.
 std::vector<IntervalList> held_together(const Mesh& mesh, int64_t n, const CutList& cuts, MeshDimSet gathered,
                                         int64_t position) {
   std::vector<IntervalList> parts{{{0, n}}};
@@ -41,9 +42,10 @@ std::vector<IntervalList> held_together(const Mesh& mesh, int64_t n, const CutLi
     std::vector<IntervalList> finer;
     for (const IntervalList& part : parts) {
       const int64_t k = mesh.dim_size(c.mesh_dim);
-      const bool all = gathered.contains(c.mesh_dim);
+      const bool is_gathered = gathered.contains(c.mesh_dim);
       const int64_t own = mesh.coordinate(position, c.mesh_dim);
-      for (int64_t i = all ? 0 : own; i < (all ? k : own + 1); ++i) finer.push_back(c.rule.part(part, k, i));
+      for (int64_t i = is_gathered ? 0 : own; i < (is_gathered ? k : own + 1); ++i)
+        finer.push_back(c.rule.part(part, k, i));
     }
     parts = std::move(finer);
   }
@@ -52,33 +54,34 @@ std::vector<IntervalList> held_together(const Mesh& mesh, int64_t n, const CutLi
 
 // Returns the union of disjoint lists, ascending.
 IntervalList united(const std::vector<IntervalList>& parts) {
-  std::vector<Interval> all;
-  for (const IntervalList& part : parts) all.insert(all.end(), part.begin(), part.end());
+  std::vector<Interval> intervals;
+  for (const IntervalList& part : parts) intervals.insert(intervals.end(), part.begin(), part.end());
   IntervalList merged;
-  for (const Interval& interval : sorted_by_begin(std::move(all))) append(merged, interval);
+  for (const Interval& interval : sorted_by_begin(std::move(intervals))) append(merged, interval);
   return merged;
 }
 
-// Returns true if two collections of disjoint lists have the same indices.
+// Returns true if the lists in `a`, which are disjoint, have the same indices as the lists in `b`.
 bool have_same_indices(const std::vector<IntervalList>& a, const std::vector<IntervalList>& b) {
   const auto repeats = [](const IntervalList& list) { return list.has_repeats(); };
   if (std::none_of(a.begin(), a.end(), repeats) && std::none_of(b.begin(), b.end(), repeats)) {
     return united(a) == united(b);
   }
-  int64_t of_a = 0;
-  int64_t of_b = 0;
+  int64_t total_a = 0;
+  int64_t total_b = 0;
   int64_t shared = 0;
-  for (const IntervalList& list : a) of_a += length(list);
-  for (const IntervalList& list : b) of_b += length(list);
-  if (of_a != of_b) return false;
-  for (const IntervalList& list_of_a : a) {
-    for (const IntervalList& list_of_b : b) shared += intersection_length(list_of_a, list_of_b);
+  for (const IntervalList& list : a) total_a += length(list);
+  for (const IntervalList& list : b) total_b += length(list);
+  if (total_a != total_b) return false;
+  for (const IntervalList& list_a : a) {
+    for (const IntervalList& list_b : b) shared += intersection_length(list_a, list_b);
   }
-  return shared == of_a;
+  return shared == total_a;
 }
 
-// Drops trailing cuts that are gathered and partition: their parts together are the list that they cut.
-CutList without_last(CutList cuts, MeshDimSet gathered) {
+// Drops the last cuts while they are gathered: together, their parts are the list that they cut. Keeps cuts by rules
+// that are no partition.
+CutList without_gathered_tail(CutList cuts, MeshDimSet gathered) {
   while (!cuts.empty() && gathered.contains(cuts.back().mesh_dim) && cuts.back().rule.is_partition()) cuts.pop_back();
   return cuts;
 }
@@ -89,17 +92,17 @@ bool are_equal_when_gathered(const Mesh& mesh, int64_t n, const CutList& before,
                              MeshDimSet kept) {
   const MeshDimSet gathered_before = dims_of(before) - kept;
   const MeshDimSet gathered_after = dims_of(after) - kept;
-  const std::optional<CutList> left_before = without(mesh, before, gathered_before);
-  const std::optional<CutList> left_after = without(mesh, after, gathered_after);
+  const std::optional<CutList> left_before = after_gathering(mesh, before, gathered_before);
+  const std::optional<CutList> left_after = after_gathering(mesh, after, gathered_after);
   if (!left_before || !left_after) return false;
-  // If parts have equal size, `without` and `canonical` describe exactly what is held.
+  // If parts have equal size, the remaining cuts in canonical form are equal exactly if the elements are.
   if (cuts_evenly(mesh, n, before) && cuts_evenly(mesh, n, after)) {
     return canonical(mesh, n, *left_before) == canonical(mesh, n, *left_after);
   }
   if (*left_before != *left_after) return false;
-  if (mesh.group_size(dims_of(before) | dims_of(after)) > kMaxRegionsCompared) return false;
-  const CutList first_before = without_last(before, gathered_before);
-  const CutList first_after = without_last(after, gathered_after);
+  if (mesh.group_size(dims_of(before) | dims_of(after)) > kMaxGroupsCompared) return false;
+  const CutList first_before = without_gathered_tail(before, gathered_before);
+  const CutList first_after = without_gathered_tail(after, gathered_after);
   if (first_before == first_after) return true;
   for (const int64_t position : mesh.group(0, kept & (dims_of(first_before) | dims_of(first_after)))) {
     const auto held_before = held_together(mesh, n, first_before, dims_of(first_before) - kept, position);
@@ -109,10 +112,10 @@ bool are_equal_when_gathered(const Mesh& mesh, int64_t n, const CutList& before,
   return true;
 }
 
-// Returns the mesh dims that are in both lists after their first `common` cuts if a move need not span them, else none.
-// Gathers all mesh dims except these and those of the first cuts. If ranks then hold the same elements before and
-// after, the move need not span them.
-MeshDimSet carried_along(const Mesh& mesh, int64_t n, const CutList& before, const CutList& after, size_t common) {
+// Returns the mesh dims that cut in both lists after the `common` first cuts and that a move need not span. All other
+// mesh dims that cut after the first cuts are gathered; if ranks then hold the same elements before and after, the move
+// may skip these mesh dims. Returns the empty set otherwise.
+MeshDimSet skippable_dims(const Mesh& mesh, int64_t n, const CutList& before, const CutList& after, size_t common) {
   const MeshDimSet both = dims_of(std::span(before).subspan(common)) & dims_of(std::span(after).subspan(common));
   if (both.empty()) return {};
   const MeshDimSet prefix = dims_of(std::span(before).first(common));
@@ -124,8 +127,8 @@ bool has_other_rules(const CutList& cuts) {
   return std::any_of(cuts.begin(), cuts.end(), [](const Cut& c) { return !c.rule.is_strided_or_chunks(); });
 }
 
-// Replaces rules by chunks or strided cuts that make the same parts, up to the first cut into unequal parts. So a list
-// has one form whether or not such a cut follows.
+// Replaces rules by chunks or strided cuts that make the same parts, up to the first cut into unequal parts. So the
+// cuts before such a cut have the same form as in a list without it.
 CutList with_plain_rules(const Mesh& mesh, int64_t n, CutList cuts) {
   for (Cut& c : cuts) {
     const int64_t k = mesh.dim_size(c.mesh_dim);
@@ -165,7 +168,7 @@ bool same_parts(const Layout& a, const Layout& b) {
     if (cuts == others || canonical(a.mesh(), n, cuts) == canonical(a.mesh(), n, others)) continue;
     const MeshDimSet cutting = dims_of(cuts) | dims_of(others);
     const bool may_compare = has_other_rules(cuts) || has_other_rules(others);
-    if (!may_compare || a.mesh().group_size(cutting) > kMaxCompared) return false;
+    if (!may_compare || a.mesh().group_size(cutting) > kMaxRanksCompared) return false;
     for (const int64_t position : positions_along(a.mesh(), cutting.to_vector())) {
       if (part_at(a.mesh(), n, cuts, position) != part_at(a.mesh(), n, others, position)) return false;
     }
@@ -177,7 +180,7 @@ bool hold_same_elements(const Mesh& mesh, int64_t n, const CutList& before, cons
   return are_equal_when_gathered(mesh, n, canonical(mesh, n, before), canonical(mesh, n, after), kept);
 }
 
-// All mesh dims after the common beginning of the two lists, except those that carried_along() returns.
+// A move spans all mesh dims that cut after the common first cuts of the two lists, except skippable_dims().
 MeshDimSet spanned_dims(const Mesh& mesh, int64_t n, const CutList& given_before, const CutList& given_after) {
   const bool has_others = has_other_rules(given_before) || has_other_rules(given_after);
   const CutList plain_before = has_others ? with_plain_rules(mesh, n, given_before) : CutList();
@@ -187,7 +190,7 @@ MeshDimSet spanned_dims(const Mesh& mesh, int64_t n, const CutList& given_before
   const auto common = static_cast<size_t>(
       std::mismatch(before.begin(), before.end(), after.begin(), after.end()).first - before.begin());
   const MeshDimSet dims = dims_of(std::span(before).subspan(common)) | dims_of(std::span(after).subspan(common));
-  return dims - carried_along(mesh, n, before, after, common);
+  return dims - skippable_dims(mesh, n, before, after, common);
 }
 
 }  // namespace shardwright

@@ -26,6 +26,11 @@ bool hold_same_elements(const Mesh& mesh, int64_t n, const std::vector<Cut>& bef
 
 // Returns the mesh dims that a move of one tensor dim from `before` to `after` must span. Both lists must be canonical.
 // Ranks that differ only in these mesh dims together hold all elements that each of them needs.
+//
+// Example: 8 rows on a=2, b=2.
+//   S(0) over a, then b  ->  S(0) over a        spans b: the cut by a is common
+//   S(0) over a, then b  ->  SS(0,2) over b     spans a: once a is gathered, rank b has rows 2b, 2b+1, 2b+4 and 2b+5
+//   S(0) over a          ->  S(0) over b        spans a and b
 MeshDimSet spanned_dims(const Mesh& mesh, int64_t n, const std::vector<Cut>& before, const std::vector<Cut>& after);
 
 }  // namespace shardwright
