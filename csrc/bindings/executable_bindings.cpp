@@ -58,7 +58,7 @@ using CommunicationParts =
 std::vector<int64_t> members_in(const Step& step, Rank rank) {
   const Mesh& mesh = step.before.mesh();
   const std::optional<Position> position = mesh.position_of(rank);
-  if (is_crossing(step.op)) {
+  if (is_cross_or_rearrange(step.op)) {
     const bool takes_part = position || step.after.mesh().position_of(rank);
     return takes_part ? to_ints(ranks_of(mesh, step.after.mesh())) : std::vector<int64_t>{};
   }

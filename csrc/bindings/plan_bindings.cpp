@@ -78,7 +78,7 @@ void define_step(py::module_& m) {
           "sent_messages_max", [](const StepView& s) { return s.traffic.sent_messages_max; },
           "Messages sent by the rank that sends most.")
       .def("__repr__", [](const StepView& s) {
-        return concat("Step(", named(s.step), ": ", s.step.before.placements_string(), " -> ",
+        return concat("Step(", step_name(s.step), ": ", s.step.before.placements_string(), " -> ",
                       s.step.after.placements_string(), ")");
       });
 }

@@ -20,11 +20,11 @@ bool reduces_natively(const Step& step, Lowering lowering) {
   return !step.ordered && reduces_natively(step.before, step.mesh_dims, lowering);
 }
 
-bool may_go_in_rounds(const Step& step, Lowering lowering) {
+bool can_run_in_rounds(const Step& step, Lowering lowering) {
   return !is_local(step.op) && (step.op != StepOp::kAllReduce || !reduces_natively(step, lowering));
 }
 
-int64_t collectives_of(StepOp op, int64_t group_size, bool native) {
+int64_t num_collectives(StepOp op, int64_t group_size, bool native) {
   return op == StepOp::kAllReduce && !native && group_size > 2 ? 2 : 1;
 }
 

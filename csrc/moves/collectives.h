@@ -15,15 +15,21 @@ namespace shardwright {
 bool reduces_natively(const Layout& layout, MeshDimSet mesh_dims, Lowering lowering);
 bool reduces_natively(const Step& step, Lowering lowering);
 
-// Returns true if a step can be split into rounds (moves/step.h): every step but local ones and native all-reduces.
-bool may_go_in_rounds(const Step& step, Lowering lowering);
+// Returns true if a step can be split into rounds (moves/step.h). Local steps and native all-reduces cannot.
+bool can_run_in_rounds(const Step& step, Lowering lowering);
 
 // Returns the number of consecutive collectives in each round of a step: 2 for a composed all-reduce of more than two
 // ranks (reduce chunks, then distribute them), otherwise 1.
-int64_t collectives_of(StepOp op, int64_t group_size, bool native);
+int64_t num_collectives(StepOp op, int64_t group_size, bool native);
 
 // Return the traffic of one rank in a reduction over k ranks that all hold `num_held` elements. In a reduce-scatter,
 // this rank keeps `num_kept` elements. In an all-reduce, `index` is its place among the k ranks, by ascending rank.
+//
+// Example: 10 elements of 4 bytes over 4 ranks.
+//   native all-reduce       each rank receives and sends 2 x 40 x 3/4 = 60 bytes in 6 messages: a ring
+//   composed all-reduce     chunks of 3, 3, 3 and 1 elements. Rank 0 receives 3 contributions to its chunk, then 3
+//   other
+//                           chunks: 3 x 3 + 7 = 16 elements in 6 messages. Rank 3 receives 3 x 1 + 9 = 12 elements
 Traffic reduce_scatter_traffic(int64_t num_held, int64_t num_kept, int64_t k, int64_t item_bytes);
 Traffic all_reduce_traffic(int64_t num_held, int64_t k, int64_t index, int64_t item_bytes, bool native);
 

@@ -18,10 +18,11 @@ std::string to_string(const Plan& plan, const TrafficTotals* traffic) {
   };
   for (size_t i = 0; i < plan.steps.size(); ++i) {
     const Step& step = plan.steps[i];
-    text += concat("\n  ", i + 1, ". ", named(step), ": ", step.before.placements_string(), " -> ",
+    text += concat("\n  ", i + 1, ". ", step_name(step), ": ", step.before.placements_string(), " -> ",
                    step.after.placements_string());
     if (step.ordered) text += ", in rank order";
-    if (step.policy != ReplicaPolicy::kAligned && !is_crossing(step.op)) text += ", replicas share the sending";
+    if (step.policy != ReplicaPolicy::kAligned && !is_cross_or_rearrange(step.op))
+      text += ", replicas share the sending";
     if (step.policy == ReplicaPolicy::kNodeLocal) text += ", from the own node first";
     if (step.rounds > 1) text += concat(", in ", step.rounds, " rounds");
     if (is_local(step.op)) {

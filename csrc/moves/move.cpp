@@ -15,8 +15,8 @@ constexpr int64_t kMaxGroupNamedExactly = 64;
 // In larger groups, this many corners (moves/rank_classes.h) are examined.
 constexpr size_t kMaxCornersNamed = 256;
 
-// Returns the name of a step that moves data, chosen by the messages of position 0's group. A wrong name would mislead
-// readers only, because the compiler examines every group itself.
+// Returns the op that names a step which moves data, from the messages of position 0's group. The name is for readers
+// only; the compiler examines every group itself.
 StepOp data_move_op(const Step& step) {
   const MeshDimSet dims = step.mesh_dims;
   const Mesh& mesh = step.before.mesh();
@@ -27,7 +27,7 @@ StepOp data_move_op(const Step& step) {
   const std::vector<int64_t> members =
       k <= kMaxGroupNamedExactly ? mesh.group(0, dims) : corner_positions(mesh, dims, kMaxCornersNamed);
   bool trades_equally = true;  // every member receives equal shares of its new part from all other members
-  bool has_one_peer = true;    // every member receives its whole new part from one other member, or nothing
+  bool has_one_peer = true;    // every member receives its full new part from one other member, or nothing
   const MeshExchange exchange = mesh_exchange_of(step);
   for (const int64_t member : members) {
     const Traffic traffic = exchange.traffic_at(member);
@@ -74,9 +74,9 @@ Step with_policy_if_cheaper(Step step, ReplicaPolicy policy, const std::vector<M
   int64_t max_sent_before = 0;
   int64_t max_sent_after = 0;
   // The mesh dims along which ranks are examined: all, or those of position 0's group on a large mesh.
-  const MeshDimSet looked_at =
+  const MeshDimSet examined_dims =
       mesh.size() <= MeshExchange::kMaxSharingGroup ? MeshDimSet::from_bits(~0u) : shared.mesh_dims;
-  for (const int64_t position : mesh.group(0, looked_at)) {
+  for (const int64_t position : mesh.group(0, examined_dims)) {
     max_sent_before = std::max(max_sent_before, before.traffic_at(position).sent_bytes);
     max_sent_after = std::max(max_sent_after, after.traffic_at(position).sent_bytes);
   }

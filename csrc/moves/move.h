@@ -23,10 +23,10 @@ std::optional<Step> move_between(const Layout& before, const Layout& after,
 // permute. Returns other steps unchanged.
 Step named_by_collective(Step step);
 
-// Returns the exchange with its sending shared by `policy` among the replicas, which join the group, if the busiest
-// rank then sends fewer bytes. Otherwise returns the step unchanged. Also returns it unchanged if the larger group
-// would have more than MeshExchange::kMaxSharingGroup ranks, because every pair would be visited, or if its mesh dims
-// are not in `allowed` (empty: any).
+// Returns the exchange in which replicas share the sending by `policy`, if the busiest rank then sends fewer bytes. The
+// replicas join the exchange's group. Returns the step unchanged if this does not help, if the larger group would have
+// more than MeshExchange::kMaxSharingGroup ranks, because every pair would be visited, or if its mesh dims are not in
+// `allowed` (empty: any).
 Step with_policy_if_cheaper(Step step, ReplicaPolicy policy, const std::vector<MeshDimSet>& allowed);
 
 }  // namespace shardwright

@@ -12,7 +12,7 @@ namespace shardwright {
 namespace {
 
 // Maximum number of pieces, over all ranks, that are compared for strided parts without digits.
-constexpr int64_t kMaxPiecesWalked = 4096;
+constexpr int64_t kMaxPiecesCompared = 4096;
 
 // Returns the smallest set in `allowed` (empty: any) that includes `needed`, or with `exactly` equals it.
 std::optional<MeshDimSet> allowed_span(MeshDimSet needed, const Mesh& mesh, const std::vector<MeshDimSet>& allowed,
@@ -42,11 +42,11 @@ MoveTable::MoveTable(const Layout& layout, Lowering lowering, bool ordered, Mesh
       ordered_(ordered),
       between_(between),
       node_size_(layout.mesh().size() / layout.mesh().group_size(between)),
-      item_(layout.dtype().size_bytes()),
+      item_bytes_(layout.dtype().size_bytes()),
       corners_(layout_.mesh()),
       lists_(layout.ndim()),
       list_indices_(layout.ndim()),
-      pair_numbers_(layout.ndim()) {}
+      pair_indices_(layout.ndim()) {}
 
 // Known lists are found by their digits, or without digits by their canonical form (moves/spans.h).
 int MoveTable::list_index(int tensor_dim, const std::vector<Cut>& cuts) {
@@ -85,7 +85,7 @@ MoveTable::State MoveTable::state(const Cuts& cuts, MeshDimSet partial_dims) {
     const int list = list_index(t, cuts[t]);
     state.lists.push_back(list);
     state.cut_dims = state.cut_dims | dims_of(t, list);
-    state.elements *= first_length(t, list);
+    state.elements *= largest_length(t, list);
   }
   return state;
 }
@@ -105,13 +105,13 @@ std::optional<MoveTable::Move> MoveTable::move(const State& before, const State&
   const MeshDimSet reduced = before.partial_dims - after.partial_dims;
   if (!reduced.empty()) {
     const bool keeps = before.lists == after.lists;
-    if (!keeps && !scatters(before, after, reduced)) return std::nullopt;
+    if (!keeps && !is_reduce_scatter(before, after, reduced)) return std::nullopt;
     if (!allowed_span(reduced, mesh, allowed, true)) return std::nullopt;
     return Move{keeps ? StepOp::kAllReduce : StepOp::kReduceScatter, reduced};
   }
   MeshDimSet dims;
   for (int t = 0; t < layout_.ndim(); ++t) {
-    if (before.lists[t] != after.lists[t]) dims = dims | pair(t, before.lists[t], after.lists[t]).spanned;
+    if (before.lists[t] != after.lists[t]) dims = dims | pair_of(t, before.lists[t], after.lists[t]).spanned;
   }
   // Ranks along mesh dims that do not cut `before` are replicas, so there is nothing to receive from them.
   dims = dims & before.cut_dims;
@@ -130,10 +130,10 @@ std::optional<MoveTable::Move> MoveTable::sending_whole_messages(const State& be
   if (exchange.op != StepOp::kExchange || (after.cut_dims - before.cut_dims).empty()) return std::nullopt;
   MeshDimSet replicas;
   for (int t = 0; t < layout_.ndim(); ++t) {
-    const Pair& list_pair = pair(t, before.lists[t], after.lists[t]);
-    if (!list_pair.has_closed_form) return std::nullopt;
-    for (int i = 0; i < list_pair.num_ties; ++i) {
-      if (!before.cut_dims.contains(list_pair.ties[i].mesh_dim)) replicas.insert(list_pair.ties[i].mesh_dim);
+    const ListPair& pair = pair_of(t, before.lists[t], after.lists[t]);
+    if (!pair.has_closed_form) return std::nullopt;
+    for (int i = 0; i < pair.num_ties; ++i) {
+      if (!before.cut_dims.contains(pair.ties[i].mesh_dim)) replicas.insert(pair.ties[i].mesh_dim);
     }
   }
   if (replicas.empty()) return std::nullopt;
@@ -146,20 +146,20 @@ std::optional<MoveTable::Move> MoveTable::sending_whole_messages(const State& be
 
 bool MoveTable::takes_long(const State& before, const State& after) {
   for (int t = 0; t < layout_.ndim(); ++t) {
-    if (pair(t, before.lists[t], after.lists[t]).takes_long) return true;
+    if (pair_of(t, before.lists[t], after.lists[t]).takes_long) return true;
   }
   return false;
 }
 
-int64_t MoveTable::pieces(int64_t n, const List& list) const {
-  int64_t pieces = 1;
+int64_t MoveTable::num_pieces(int64_t n, const List& list) const {
+  int64_t count = 1;
   bool is_strided = false;
   for (const Cut& c : list.cuts) {
     const int64_t k = layout_.mesh().dim_size(c.mesh_dim);
     is_strided = is_strided || !c.rule.makes_runs();
-    pieces = saturating_product(pieces, saturating_product(c.rule.runs(n, k), k));
+    count = saturating_product(count, saturating_product(c.rule.runs(n, k), k));
   }
-  return is_strided ? pieces : 1;
+  return is_strided ? count : 1;
 }
 
 bool MoveTable::may_be_slice(const State& before, const State& after) const {
@@ -173,18 +173,18 @@ bool MoveTable::may_be_slice(const State& before, const State& after) const {
 
 StepCounts MoveTable::step_counts(const State& before, const State& after, const Move& move) {
   StepCounts maxima;
-  maxima.touched_bytes = after.elements * item_;
+  maxima.touched_bytes = after.elements * item_bytes_;
   if (is_local(move.op)) return maxima;
   const int64_t k = layout_.mesh().group_size(move.mesh_dims);
   if (move.op == StepOp::kAllReduce) {
     const bool native = !ordered_ && reduces_natively(layout_, move.mesh_dims, lowering_);
-    raise_to(maxima, all_reduce_traffic(before.elements, k, 0, item_, native));
-    maxima.collectives = collectives_of(move.op, k, native);
+    raise_to(maxima, all_reduce_traffic(before.elements, k, 0, item_bytes_, native));
+    maxima.collectives = num_collectives(move.op, k, native);
     return maxima;
   }
   if (move.op == StepOp::kReduceScatter) {
     for (const Corner corner : corners_.of(has_equal_parts(after) ? MeshDimSet() : move.mesh_dims)) {
-      raise_to(maxima, reduce_scatter_traffic(elements_at(before, corner), elements_at(after, corner), k, item_));
+      raise_to(maxima, reduce_scatter_traffic(elements_at(before, corner), elements_at(after, corner), k, item_bytes_));
     }
     return maxima;
   }
@@ -207,31 +207,31 @@ StepCounts MoveTable::exchange_counts(const State& before, const State& after, c
   bool sender_differs = false;
   int64_t shared = 1;
   int64_t sources = 1;
-  int64_t receivers = 1;  // of the ranks that send
+  int64_t fan_out = 1;  // number of receivers of the busiest sender, per source of a receiver
   bool has_closed_form = true;
   for (int t = 0; t < layout_.ndim() && has_closed_form; ++t) {
-    const Pair& list_pair = pair(t, before.lists[t], after.lists[t]);
-    has_closed_form = list_pair.has_closed_form;
-    differs = differs || list_pair.differs;
-    shared *= list_pair.shared;
-    sources *= list_pair.sources;
-    for (int i = 0; i < list_pair.num_ties; ++i) {
-      if (before.cut_dims.contains(list_pair.ties[i].mesh_dim)) {
+    const ListPair& pair = pair_of(t, before.lists[t], after.lists[t]);
+    has_closed_form = pair.has_closed_form;
+    differs = differs || pair.differs;
+    shared *= pair.shared;
+    sources *= pair.sources;
+    for (int i = 0; i < pair.num_ties; ++i) {
+      if (before.cut_dims.contains(pair.ties[i].mesh_dim)) {
         sender_differs = true;
       } else {
-        receivers *= list_pair.ties[i].radix;
+        fan_out *= pair.ties[i].radix;
       }
     }
   }
   if (has_closed_form && move.policy == ReplicaPolicy::kWholeMessages) {
     // When replicas share messages, a receiver's messages are one range, or one range for each of its sources.
-    return {after.elements * item_, after.elements * item_, sources, 0, 1, sources};
+    return {after.elements * item_bytes_, after.elements * item_bytes_, sources, 0, 1, sources};
   }
   if (has_closed_form) {
-    const int64_t sent = after.elements * receivers;
-    receivers *= sources;
-    return {(after.elements - (differs ? 0 : shared)) * item_,
-            (sent - (sender_differs ? 0 : shared)) * item_,
+    const int64_t sent = after.elements * fan_out;
+    const int64_t receivers = fan_out * sources;
+    return {(after.elements - (differs ? 0 : shared)) * item_bytes_,
+            (sent - (sender_differs ? 0 : shared)) * item_bytes_,
             sources - (differs ? 0 : 1),
             0,
             1,
@@ -243,35 +243,35 @@ StepCounts MoveTable::exchange_counts(const State& before, const State& after, c
     raise_to(maxima, exchange_traffic(before, after, varying, corner));
   }
   if (maxima.messages > 0) return maxima;
-  // Parts are so small that nothing moves at these corners. Something moves in other groups, or between inner ranks.
+  // Nothing moves at these corners, because parts are very small. Data moves in other groups, or between inner ranks.
   for (const Corner corner : corners_.of(before.cut_dims | after.cut_dims | move.mesh_dims)) {
     raise_to(maxima, exchange_traffic(before, after, varying, corner));
   }
-  if (maxima.messages == 0) raise_to(maxima, {item_, item_, 1, 1});
+  if (maxima.messages == 0) raise_to(maxima, {item_bytes_, item_bytes_, 1, 1});
   return maxima;
 }
 
 Traffic MoveTable::exchange_traffic(const State& before, const State& after, MeshDimSet varying, Corner corner) {
-  const int64_t idle_receivers = layout_.mesh().group_size(varying - after.cut_dims);
-  Shares all{1, 1, idle_receivers, idle_receivers};
+  const int64_t replicas_after = layout_.mesh().group_size(varying - after.cut_dims);
+  DimTraffic all{1, 1, replicas_after, replicas_after};
   for (int t = 0; t < layout_.ndim(); ++t) {
-    const Shares& dim_shares = shares(t, before.lists[t], after.lists[t], varying, corner);
-    all = {all.own * dim_shares.own, all.sources * dim_shares.sources, all.sent * dim_shares.sent,
-           all.receivers * dim_shares.receivers};
+    const DimTraffic& factors = dim_traffic(t, before.lists[t], after.lists[t], varying, corner);
+    all = {all.kept * factors.kept, all.sources * factors.sources, all.sent * factors.sent,
+           all.receivers * factors.receivers};
   }
-  const int64_t itself = all.own > 0 ? 1 : 0;
-  return {(elements_at(after, corner) - all.own) * item_, (all.sent - all.own) * item_, all.sources - itself,
-          all.receivers - itself};
+  const int64_t itself = all.kept > 0 ? 1 : 0;
+  return {(elements_at(after, corner) - all.kept) * item_bytes_, (all.sent - all.kept) * item_bytes_,
+          all.sources - itself, all.receivers - itself};
 }
 
-std::optional<StepCounts> MoveTable::least_counts(const State& before, const State& after, const Move& move) {
+std::optional<StepCounts> MoveTable::counts_lower_bound(const State& before, const State& after, const Move& move) {
   if (move.op != StepOp::kExchange) return std::nullopt;
   bool has_closed_form = true;
   for (int t = 0; t < layout_.ndim() && has_closed_form; ++t)
-    has_closed_form = pair(t, before.lists[t], after.lists[t]).has_closed_form;
+    has_closed_form = pair_of(t, before.lists[t], after.lists[t]).has_closed_form;
   if (has_closed_form) return std::nullopt;
   StepCounts counts;
-  counts.touched_bytes = after.elements * item_;
+  counts.touched_bytes = after.elements * item_bytes_;
   raise_to(counts, exchange_traffic(before, after, move.mesh_dims & before.cut_dims, Corner()));
   return counts;
 }
@@ -285,81 +285,82 @@ MoveTable::Distance MoveTable::distance(const State& before, const State& after)
   int64_t shared_by_node = 1;
   int64_t needed_by_node = after.elements;
   for (int t = 0; t < layout_.ndim() && has_closed_form; ++t) {
-    const Pair& list_pair = pair(t, before.lists[t], after.lists[t]);
-    has_closed_form = list_pair.has_closed_form;
-    differs = differs || list_pair.differs;
-    differs_between_nodes = differs_between_nodes || list_pair.differs_between_nodes;
-    shared *= list_pair.shared;
-    shared_by_node *= list_pair.shared_by_node;
-    needed_by_node *= list_pair.needed_by_node;
-    distance.sources *= list_pair.sources;
+    const ListPair& pair = pair_of(t, before.lists[t], after.lists[t]);
+    has_closed_form = pair.has_closed_form;
+    differs = differs || pair.differs;
+    differs_between_nodes = differs_between_nodes || pair.differs_between_nodes;
+    shared *= pair.shared;
+    shared_by_node *= pair.shared_by_node;
+    needed_by_node *= pair.needed_by_node;
+    distance.sources *= pair.sources;
   }
   // Every element with a pending reduction needs contributions of other ranks, whichever rank receives it.
-  const MeshDimSet to_reduce = before.partial_dims - after.partial_dims;  // mesh dims to reduce
+  const MeshDimSet to_reduce = before.partial_dims - after.partial_dims;
   if (has_closed_form) {
-    distance.missing = after.elements - (differs || !to_reduce.empty() ? 0 : shared);
-    distance.missing_least = after.elements - (to_reduce.empty() ? shared : 0);
+    distance.missing_max = after.elements - (differs || !to_reduce.empty() ? 0 : shared);
+    distance.missing_min = after.elements - (to_reduce.empty() ? shared : 0);
     if (distance.sources == 1 && differs) distance.sources = 2;  // a rank may need all of another rank's part
     distance.sources *= layout_.mesh().group_size(to_reduce);
     const bool lacks_all = differs_between_nodes || !(to_reduce & between_).empty();
     const int64_t missed_by_node = needed_by_node - (lacks_all ? 0 : shared_by_node);
-    distance.beyond_node = missed_by_node > 0;
-    distance.from_nodes = (missed_by_node + node_size_ - 1) / node_size_;
+    distance.needs_other_nodes = missed_by_node > 0;
+    distance.from_other_nodes = (missed_by_node + node_size_ - 1) / node_size_;
     return distance;
   }
+  // Without a closed form, compares the parts of the ranks at the corners, or only the sizes if that takes long.
   distance = Distance();
   if (takes_long(before, after)) {
-    distance.missing = std::max<int64_t>(after.elements - before.elements, 0);
+    distance.missing_max = std::max<int64_t>(after.elements - before.elements, 0);
     return distance;
   }
   for (const Corner corner : corners_.of(before.cut_dims | after.cut_dims)) {
-    int64_t own = 1;
-    for (int t = 0; t < layout_.ndim(); ++t) own *= shares(t, before.lists[t], after.lists[t], {}, corner).own;
-    distance.missing = std::max(distance.missing, elements_at(after, corner) - own);
+    int64_t kept = 1;
+    for (int t = 0; t < layout_.ndim(); ++t) kept *= dim_traffic(t, before.lists[t], after.lists[t], {}, corner).kept;
+    distance.missing_max = std::max(distance.missing_max, elements_at(after, corner) - kept);
   }
   for (int t = 0; t < layout_.ndim(); ++t) {
     distance.sources *=
-        std::max<int64_t>(shares(t, before.lists[t], after.lists[t], dims_of(t, before.lists[t]), {}).sources, 1);
+        std::max<int64_t>(dim_traffic(t, before.lists[t], after.lists[t], dims_of(t, before.lists[t]), {}).sources, 1);
   }
   distance.sources *= layout_.mesh().group_size(to_reduce);
-  if (!to_reduce.empty()) distance.missing = after.elements;
+  if (!to_reduce.empty()) distance.missing_max = after.elements;
   return distance;
 }
 
-bool MoveTable::scatters(const State& before, const State& after, MeshDimSet reduced) {
+bool MoveTable::is_reduce_scatter(const State& before, const State& after, MeshDimSet reduced) {
   if (!(after.cut_dims - before.cut_dims == reduced) || !(before.cut_dims - after.cut_dims).empty()) return false;
   for (int t = 0; t < layout_.ndim(); ++t) {
-    if (before.lists[t] != after.lists[t] && !cuts_further(t, before.lists[t], after.lists[t])) return false;
+    if (before.lists[t] != after.lists[t] && !subdivides(t, before.lists[t], after.lists[t])) return false;
   }
   return true;
 }
 
-const MoveTable::Pair& MoveTable::pair(int tensor_dim, int before, int after) {
-  std::vector<std::vector<int>>& rows = pair_numbers_[tensor_dim];
+const MoveTable::ListPair& MoveTable::pair_of(int tensor_dim, int before, int after) {
+  std::vector<std::vector<int>>& rows = pair_indices_[tensor_dim];
   if (static_cast<size_t>(before) >= rows.size()) rows.resize(lists_[tensor_dim].size());
   std::vector<int>& row = rows[before];
   if (static_cast<size_t>(after) >= row.size()) row.resize(lists_[tensor_dim].size(), -1);
   if (row[after] < 0) {
     row[after] = static_cast<int>(pairs_.size());
-    pairs_.push_back(make_pair(tensor_dim, lists_[tensor_dim][before], lists_[tensor_dim][after]));
+    pairs_.push_back(compute_pair(tensor_dim, lists_[tensor_dim][before], lists_[tensor_dim][after]));
   }
   return pairs_[row[after]];
 }
 
-MoveTable::Pair MoveTable::make_pair(int tensor_dim, const List& before, const List& after) const {
+MoveTable::ListPair MoveTable::compute_pair(int tensor_dim, const List& before, const List& after) const {
   const Mesh& mesh = layout_.mesh();
   const int64_t n = layout_.shape()[tensor_dim];
-  Pair pair;
+  ListPair pair;
   if (before.digits && after.digits) {
     if (const std::optional<Matching> matching = Matching::of(n, *before.digits, *after.digits)) {
       const auto has = [](const List& list, const Digit& digit) {
         return std::find(list.digits->begin(), list.digits->end(), digit) != list.digits->end();
       };
-      pair.cuts_further = true;
+      pair.subdivides = true;
       for (const Digit& digit : *before.digits) {
         if (has(after, digit)) continue;
         pair.spanned.insert(digit.mesh_dim);
-        pair.cuts_further = false;
+        pair.subdivides = false;
       }
       for (const Digit& digit : *after.digits) {
         if (!has(before, digit)) pair.spanned.insert(digit.mesh_dim);
@@ -368,23 +369,23 @@ MoveTable::Pair MoveTable::make_pair(int tensor_dim, const List& before, const L
       return pair;
     }
   }
-  pair.takes_long = std::max(pieces(n, before), pieces(n, after)) > kMaxPiecesWalked;
+  pair.takes_long = std::max(num_pieces(n, before), num_pieces(n, after)) > kMaxPiecesCompared;
   pair.spanned = spanned_dims(mesh, n, before.cuts, after.cuts);
   return pair;
 }
 
-bool MoveTable::cuts_further(int tensor_dim, int before, int after) {
-  const std::optional<bool> known = pair(tensor_dim, before, after).cuts_further;
+bool MoveTable::subdivides(int tensor_dim, int before, int after) {
+  const std::optional<bool> known = pair_of(tensor_dim, before, after).subdivides;
   if (known) return *known;
   const List& a = lists_[tensor_dim][before];
   const List& b = lists_[tensor_dim][after];
-  const bool cuts_further = (a.dims - b.dims).empty() &&
-                            hold_same_elements(layout_.mesh(), layout_.shape()[tensor_dim], a.cuts, b.cuts, a.dims);
-  pairs_[pair_numbers_[tensor_dim][before][after]].cuts_further = cuts_further;
-  return cuts_further;
+  const bool subdivides = (a.dims - b.dims).empty() &&
+                          hold_same_elements(layout_.mesh(), layout_.shape()[tensor_dim], a.cuts, b.cuts, a.dims);
+  pairs_[pair_indices_[tensor_dim][before][after]].subdivides = subdivides;
+  return subdivides;
 }
 
-void MoveTable::set_closed_form(Pair& pair, const Matching& matching) const {
+void MoveTable::set_closed_form(ListPair& pair, const Matching& matching) const {
   pair.shared = pair.shared_by_node = matching.elements_per_overlap();
   pair.sources = matching.sources();
   for (const Matching::Common& digit : matching.digits()) {
@@ -393,7 +394,7 @@ void MoveTable::set_closed_form(Pair& pair, const Matching& matching) const {
     const bool is_between_before = from >= 0 && between_.contains(from);
     const bool is_between_after = to >= 0 && between_.contains(to);
     if (from >= 0 && to >= 0 && !(digit.before == digit.after)) {
-      if (pair.num_ties == Pair::kMaxTies) return;
+      if (pair.num_ties == ListPair::kMaxTies) return;
       pair.ties[pair.num_ties++] = {to, digit.radix};
       pair.differs = true;
       if (is_between_before && is_between_after) pair.differs_between_nodes = true;
@@ -404,11 +405,12 @@ void MoveTable::set_closed_form(Pair& pair, const Matching& matching) const {
   pair.has_closed_form = true;
 }
 
-const MoveTable::Shares& MoveTable::shares(int tensor_dim, int before, int after, MeshDimSet varying, Corner corner) {
+const MoveTable::DimTraffic& MoveTable::dim_traffic(int tensor_dim, int before, int after, MeshDimSet varying,
+                                                    Corner corner) {
   const MeshDimSet relevant = dims_of(tensor_dim, before) | dims_of(tensor_dim, after);
   varying = varying & relevant;
-  corner = corners_.on(corner, relevant);
-  const auto [found, is_new] = shares_.try_emplace(key(tensor_dim, before, after, varying.bits(), corner));
+  corner = corners_.projected(corner, relevant);
+  const auto [found, is_new] = dim_traffic_.try_emplace(key(tensor_dim, before, after, varying.bits(), corner));
   if (is_new) {
     const List& a = lists_[tensor_dim][before];
     const List& b = lists_[tensor_dim][after];
@@ -416,35 +418,37 @@ const MoveTable::Shares& MoveTable::shares(int tensor_dim, int before, int after
     const int64_t position = corners_.position(corner);
     std::optional<Matching> matching;
     if (a.digits && b.digits) matching = Matching::of(n, *a.digits, *b.digits);
-    found->second = matching ? shares_by_digits(*matching, varying, position)
-                             : shares_by_walking(n, a.cuts, b.cuts, varying, position);
+    found->second = matching ? dim_traffic_by_digits(*matching, varying, position)
+                             : dim_traffic_by_parts(n, a.cuts, b.cuts, varying, position);
   }
   return found->second;
 }
 
-MoveTable::Shares MoveTable::shares_by_digits(const Matching& matching, MeshDimSet varying, int64_t position) const {
+MoveTable::DimTraffic MoveTable::dim_traffic_by_digits(const Matching& matching, MeshDimSet varying,
+                                                       int64_t position) const {
   const auto varies = [&](const Matching::Owner& owner) { return varying.contains(owner.mesh_dim); };
-  Shares shares{matching.elements_per_overlap(), 1, matching.elements_per_overlap(), 1};
+  DimTraffic factors{matching.elements_per_overlap(), 1, matching.elements_per_overlap(), 1};
   for (const Matching::Common& digit : matching.digits()) {
     const bool agrees = digit.agrees_at(layout_.mesh(), position);
-    if (!agrees) shares.own = 0;
+    if (!agrees) factors.kept = 0;
     if (digit.after.mesh_dim < 0) {
-      if (varies(digit.before)) shares.sources *= digit.radix;
+      if (varies(digit.before)) factors.sources *= digit.radix;
     } else if (digit.before.mesh_dim < 0) {
       if (varies(digit.after)) {
-        shares.sent *= digit.radix;
-        shares.receivers *= digit.radix;
+        factors.sent *= digit.radix;
+        factors.receivers *= digit.radix;
       }
     } else if (!agrees) {
-      if (!varies(digit.before)) shares.sources = 0;
-      if (!varies(digit.after)) shares.sent = shares.receivers = 0;
+      if (!varies(digit.before)) factors.sources = 0;
+      if (!varies(digit.after)) factors.sent = factors.receivers = 0;
     }
   }
-  return shares;
+  return factors;
 }
 
-MoveTable::Shares MoveTable::shares_by_walking(int64_t n, const std::vector<Cut>& before, const std::vector<Cut>& after,
-                                               MeshDimSet varying, int64_t position) const {
+MoveTable::DimTraffic MoveTable::dim_traffic_by_parts(int64_t n, const std::vector<Cut>& before,
+                                                      const std::vector<Cut>& after, MeshDimSet varying,
+                                                      int64_t position) const {
   const Mesh& mesh = layout_.mesh();
   const IntervalList held = part_at(mesh, n, before, position);
   const IntervalList needed = part_at(mesh, n, after, position);
@@ -454,9 +458,9 @@ MoveTable::Shares MoveTable::shares_by_walking(int64_t n, const std::vector<Cut>
 }
 
 int64_t MoveTable::length_at(int tensor_dim, int list, Corner corner) {
-  corner = corners_.on(corner, dims_of(tensor_dim, list));
+  corner = corners_.projected(corner, dims_of(tensor_dim, list));
   if (corner.last == 0 && corner.base == 0 && lists_[tensor_dim][list].first_is_largest) {
-    return first_length(tensor_dim, list);
+    return largest_length(tensor_dim, list);
   }
   const auto [found, is_new] = lengths_.try_emplace(key(tensor_dim, list, 0, 0, corner), 0);
   if (is_new) {

@@ -45,7 +45,8 @@ struct Plan {
 // Returns true if source and destination are on different meshes. Then one step is a crossing between them.
 bool crosses(const Plan& plan);
 
-// Returns for example "float32[8, 4] on dp=2 as [S(0)] -> [R]", plus the destination's mesh if it differs.
+// Returns source and destination as text: "float32[8, 4] on dp=2 as [S(0)] -> [R]", and the other mesh if there are
+// two.
 std::string ends_of(const Plan& plan);
 
 // Returns the ranks of the meshes of source and destination, ascending.

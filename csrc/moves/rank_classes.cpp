@@ -10,9 +10,8 @@ namespace shardwright {
 namespace {
 
 constexpr int kMaxDimsWithAllCorners = 5;  // maximum number of mesh dims whose 2^d corners are all examined
-// Up to this many combinations of coordinates, all coordinates of the mesh dims whose parts do not descend are
-// examined.
-constexpr int64_t kMaxAllCoordinates = 64;
+// All coordinates on the mesh dims whose parts do not descend are examined if they have at most this many combinations.
+constexpr int64_t kMaxCombinations = 64;
 // Limits on the distinct shapes of parts of a tensor dim, and on the pieces of one parent's parts. Above them every
 // coordinate becomes a range of its own.
 constexpr size_t kMaxShapes = 24;
@@ -51,16 +50,16 @@ void Corners::add(int64_t n, std::span<const Cut> cuts) {
     if (rule.descends()) continue;
     const int64_t k = mesh_.dim_size(mesh_dim);
     for (const int64_t c : {int64_t{0}, rule.largest(n, k), rule.smallest(n, k), k - 1}) {
-      is_new = extremes_[mesh_dim].insert(c).second || is_new;
+      is_new = examined_[mesh_dim].insert(c).second || is_new;
     }
-    steep_dims_.insert(mesh_dim);
+    non_descending_dims_.insert(mesh_dim);
   }
   if (!is_new) return;
-  const bool takes_all = mesh_.group_size(steep_dims_) <= kMaxAllCoordinates;
+  const bool examines_all = mesh_.group_size(non_descending_dims_) <= kMaxCombinations;
   bases_ = {0};
-  for (const auto& [mesh_dim, extreme_coordinates] : extremes_) {
-    std::set<int64_t> coordinates = extreme_coordinates;
-    for (int64_t c = 0; c < mesh_.dim_size(mesh_dim) && takes_all; ++c) coordinates.insert(c);
+  for (const auto& [mesh_dim, some_coordinates] : examined_) {
+    std::set<int64_t> coordinates = some_coordinates;
+    for (int64_t c = 0; c < mesh_.dim_size(mesh_dim) && examines_all; ++c) coordinates.insert(c);
     std::vector<uint32_t> more;
     for (const uint32_t base : bases_) {
       for (const int64_t c : coordinates) more.push_back(base + static_cast<uint32_t>(c * mesh_.stride(mesh_dim)));
@@ -70,7 +69,7 @@ void Corners::add(int64_t n, std::span<const Cut> cuts) {
 }
 
 std::vector<Corner> Corners::of(MeshDimSet mesh_dims) const {
-  const std::vector<MeshDimSet> lasts = corners_of(mesh_dims - steep_dims_);
+  const std::vector<MeshDimSet> lasts = corners_of(mesh_dims - non_descending_dims_);
   std::vector<Corner> all;
   all.reserve(bases_.size() * lasts.size());
   for (const uint32_t base : bases_) {
@@ -79,12 +78,12 @@ std::vector<Corner> Corners::of(MeshDimSet mesh_dims) const {
   return all;
 }
 
-uint32_t Corners::base_on(uint32_t base, MeshDimSet mesh_dims) const {
-  uint32_t projected = 0;
-  for (const int d : (steep_dims_ & mesh_dims).to_vector()) {
-    projected += static_cast<uint32_t>(mesh_.coordinate(base, d) * mesh_.stride(d));
+uint32_t Corners::projected_base(uint32_t base, MeshDimSet mesh_dims) const {
+  uint32_t position = 0;
+  for (const int d : (non_descending_dims_ & mesh_dims).to_vector()) {
+    position += static_cast<uint32_t>(mesh_.coordinate(base, d) * mesh_.stride(d));
   }
-  return projected;
+  return position;
 }
 
 std::vector<int64_t> corner_positions(const Mesh& mesh, MeshDimSet mesh_dims, size_t max_ranks) {
@@ -135,8 +134,9 @@ void RankClasses::add(const Step& step, bool by_order) {
   }
 }
 
-// If both lists have digits, ranks differ only along ties. Otherwise the common beginning of the lists is followed part
-// by part; if only one list continues, its cuts are followed too, else each coordinate of the rest is its own range.
+// If both lists have digits that match, ranks differ only along ties. Otherwise, splits by the shapes of the parts that
+// the common first cuts make. If only one list has more cuts, splits by the shapes of their parts too. If both have
+// more, every coordinate on the mesh dims of these cuts becomes a range of its own.
 void RankClasses::add_tensor_dim(int64_t n, std::span<const Cut> before, std::span<const Cut> after) {
   if (const std::optional<Matching> matching = Matching::of_cuts(mesh_, n, before, after)) {
     return split_all(matching->tied_dims());
@@ -152,8 +152,8 @@ void RankClasses::add_tensor_dim(int64_t n, std::span<const Cut> before, std::sp
   add_cuts(shapes, (common < before.size() ? before : after).subspan(common));
 }
 
-// Keeps the distinct shapes of parts after each cut. Gives each coordinate a range of its own once there are too many
-// shapes or pieces.
+// Follows the distinct shapes of parts from cut to cut. Once there are too many shapes or pieces, every coordinate on
+// the mesh dims of the remaining cuts becomes a range of its own.
 void RankClasses::add_cuts(std::vector<IntervalList>& shapes, std::span<const Cut> cuts) {
   for (size_t i = 0; i < cuts.size(); ++i) {
     const CutRule& rule = cuts[i].rule;

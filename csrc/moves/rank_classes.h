@@ -1,5 +1,5 @@
-// Chooses ranks such that the rank with the largest cost (bytes, messages, memory) is among them, so that not all ranks
-// need to be examined.
+// Chooses a few ranks that include the one with the largest cost (bytes, messages, memory), so that most ranks need not
+// be examined.
 //
 // The *parent* of a part is the list of indices that the last cut of the part divides.
 //
@@ -8,8 +8,8 @@
 // each other, are at the first and the last coordinates: the corners. Along mesh dims whose parts do not descend,
 // Corners examines more ranks.
 //
-// RankClasses rely on no invariant: each cut's rule (layout/cut_rule.h) returns the coordinates at which the shape of
-// parts changes, for each kind of parent.
+// RankClasses do not need this invariant: each cut's rule (layout/cut_rule.h) returns the coordinates at which the
+// shape of parts changes, for each kind of parent.
 #pragma once
 
 #include <cstddef>
@@ -30,14 +30,18 @@ std::vector<MeshDimSet> corners_of(MeshDimSet mesh_dims);
 // Returns the position of a corner.
 int64_t corner_position(const Mesh& mesh, MeshDimSet last);
 
-// A rank to examine. It has the last coordinate on the mesh dims `last`, and the first on all others. On mesh dims
-// whose parts do not descend it has the coordinates of the position `base` instead.
+// A rank to examine. On mesh dims whose parts do not descend, it has the coordinates of the position `base`. On other
+// mesh dims, it has the last coordinate if the mesh dim is in `last`, else the first.
 struct Corner {
   uint32_t last = 0;  // bits of a MeshDimSet
   uint32_t base = 0;  // a position
 };
 
 // The ranks to examine for the maxima over all ranks of a move between some lists of cuts.
+//
+// Example: a mesh a=3, b=2, and a move over both.
+//   a and b cut into chunks          the coordinates (0, 0), (0, 1), (2, 0) and (2, 1)
+//   a cuts into 3, 1 and 4 rows      the parts do not descend along a, so all six ranks: (0, 0), (0, 1), ..., (2, 1)
 class Corners {
  public:
   explicit Corners(const Mesh& mesh) : mesh_(mesh) {}
@@ -49,21 +53,22 @@ class Corners {
   // Returns the ranks to examine for a move over these mesh dims. Along mesh dims whose parts do not descend, they
   // include all coordinates to examine, even if the move does not span them.
   std::vector<Corner> of(MeshDimSet mesh_dims) const;
-  // Returns the corner with the first coordinate on every mesh dim that is not in `mesh_dims`.
-  Corner on(Corner corner, MeshDimSet mesh_dims) const {
-    return {corner.last & mesh_dims.bits(), corner.base == 0 ? 0 : base_on(corner.base, mesh_dims)};
+  // Returns the corner that agrees with this one on `mesh_dims` and has the first coordinate elsewhere.
+  Corner projected(Corner corner, MeshDimSet mesh_dims) const {
+    return {corner.last & mesh_dims.bits(), corner.base == 0 ? 0 : projected_base(corner.base, mesh_dims)};
   }
   int64_t position(Corner corner) const {
     return corner_position(mesh_, MeshDimSet::from_bits(corner.last)) + corner.base;
   }
 
  private:
-  // Returns the position with the coordinates of `base` on these mesh dims, if parts do not descend there, else 0.
-  uint32_t base_on(uint32_t base, MeshDimSet mesh_dims) const;
+  // Returns the position with the coordinates of `base` on those of these mesh dims whose parts do not descend, and
+  // coordinate 0 elsewhere.
+  uint32_t projected_base(uint32_t base, MeshDimSet mesh_dims) const;
 
   const Mesh& mesh_;
-  std::map<int, std::set<int64_t>> extremes_;  // coordinates with the largest or smallest part, by mesh dim
-  MeshDimSet steep_dims_;                      // the mesh dims whose parts do not descend: the keys of extremes_
+  std::map<int, std::set<int64_t>> examined_;  // coordinates to examine, by mesh dim whose parts do not descend
+  MeshDimSet non_descending_dims_;             // the keys of examined_
   std::vector<uint32_t> bases_{0};             // positions with all combinations of the coordinates to examine
 };
 
@@ -74,8 +79,8 @@ std::vector<int64_t> corner_positions(const Mesh& mesh, MeshDimSet mesh_dims, si
 // Returns true if ranks ascend with positions. Then the members of every group are in the order of their coordinates.
 bool ranks_ascend(const Mesh& mesh);
 
-// Maximum number of ranks that are examined one by one.
-constexpr int64_t kMaxRanksWalked = 4096;
+// Maximum number of ranks that are examined one by one; more ranks are represented by a sample.
+constexpr int64_t kMaxRanksExamined = 4096;
 
 // Some positions, and the number of ranks that each of them represents (its weight).
 struct RankSample {
@@ -104,7 +109,7 @@ class RankClasses {
 
   // Returns one rank of each class. If there are more than `max_ranks` classes, returns the ranks at outermost and
   // boundary coordinates.
-  RankSample sample(int64_t max_ranks = kMaxRanksWalked) const;
+  RankSample sample(int64_t max_ranks = kMaxRanksExamined) const;
 
  private:
   // Separates ranks that hold or exchange different amounts of one tensor dim, which has n elements.

@@ -28,7 +28,7 @@ void for_each_layout(const Plan& plan, const Visit& visit) {
 bool communicates_once(const Step& step, Lowering lowering) {
   if (step.op == StepOp::kRearrange || step.rounds > 1) return false;
   const int64_t size = step.before.mesh().group_size(step.mesh_dims);
-  return is_local(step.op) || collectives_of(step.op, size, reduces_natively(step, lowering)) == 1;
+  return is_local(step.op) || num_collectives(step.op, size, reduces_natively(step, lowering)) == 1;
 }
 
 // Calls visit(list) for each part of a tensor dim that ranks of a layout hold.
@@ -156,7 +156,7 @@ int64_t cell_length(const Plan& plan, int tensor_dim) {
   return cell;
 }
 
-bool may_go_in(const Plan& plan, const Segments& segments) {
+bool can_run_in_segments(const Plan& plan, const Segments& segments) {
   if (segments.count == 1) return segments.tensor_dim == 0;
   if (segments.count < 1 || segments.count > kMaxSegments || !crosses(plan)) return false;
   if (segments.tensor_dim < 0 || segments.tensor_dim >= plan.src.ndim()) return false;

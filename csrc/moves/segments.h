@@ -46,7 +46,7 @@ int64_t cell_length(const Plan& plan, int tensor_dim);
 
 // Returns true if a plan between two meshes can be carried out in these segments: they must be uniform or within the
 // limits above, and every step must communicate at most once.
-bool may_go_in(const Plan& plan, const Segments& segments);
+bool can_run_in_segments(const Plan& plan, const Segments& segments);
 
 // Returns true if all segments of a plan are uniform.
 bool are_uniform(const Plan& plan);

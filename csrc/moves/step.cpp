@@ -37,10 +37,10 @@ StepOp parse_step_op(const std::string& name) { return parse_name("op", name, St
 
 bool is_local(StepOp op) { return op == StepOp::kSlice || op == StepOp::kPartition || op == StepOp::kZeroFill; }
 
-bool is_crossing(StepOp op) { return op == StepOp::kCross || op == StepOp::kRearrange; }
+bool is_cross_or_rearrange(StepOp op) { return op == StepOp::kCross || op == StepOp::kRearrange; }
 
-std::string named(const Step& step) {
-  if (is_crossing(step.op)) {
+std::string step_name(const Step& step) {
+  if (is_cross_or_rearrange(step.op)) {
     return concat(step_op_name(step.op), step.before.mesh() == step.after.mesh() ? " on " : " to ",
                   step.after.mesh().to_string());
   }

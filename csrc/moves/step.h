@@ -26,9 +26,10 @@ enum class StepOp : uint8_t {
 
 const char* step_op_name(StepOp op);
 StepOp parse_step_op(const std::string& name);  // throws UserError
-bool is_local(StepOp op);                       // no rank sends anything: slice, partition and zero_fill
-// Returns true if a step may involve the ranks of two meshes: kCross and kRearrange.
-bool is_crossing(StepOp op);
+// Returns true for slice, partition and zero_fill, in which no rank sends anything.
+bool is_local(StepOp op);
+// Returns true for kCross and kRearrange, whose steps may involve the ranks of two meshes.
+bool is_cross_or_rearrange(StepOp op);
 
 constexpr int64_t kMaxRounds = int64_t{1} << 20;  // of a step
 
@@ -51,7 +52,7 @@ struct Step {
   int64_t ranks_per_node = 0;
 };
 
-// Returns for example "all_gather over dp+tp", or "cross to stage=2,tp=4".
-std::string named(const Step& step);
+// Returns the op and the mesh dims, or the other mesh: "all_gather over dp+tp", "cross to stage=2,tp=4".
+std::string step_name(const Step& step);
 
 }  // namespace shardwright

@@ -34,10 +34,11 @@ bool is_uneven_by_rule(const Step& step) {
   return has_rule(step.before) || has_rule(step.after);
 }
 
-// Returns the maxima over one rank of each class. Examines only position 0's group if that group has the maxima.
-StepCounts counts_by_walking(const Step& step, Lowering lowering) {
+// Returns the maxima over ranks, from the traffic of one rank of each class. Skips ranks outside of position 0's group
+// if that group has the maxima.
+StepCounts counts_over_classes(const Step& step, Lowering lowering) {
   StepCounts maxima;
-  const StepTraffic traffic(step, lowering);
+  const MeshStepTraffic traffic(step, lowering);
   const int64_t item = step.before.dtype().size_bytes();
   const Mesh& mesh = step.before.mesh();
   const bool one_group_is_enough =
@@ -45,11 +46,11 @@ StepCounts counts_by_walking(const Step& step, Lowering lowering) {
   RankClasses classes(mesh);
   traffic.split_classes(classes);
   for (const int64_t position : classes.sample().positions) {
-    bool is_looked_at = true;
+    bool is_examined = true;
     for (int d = 0; d < mesh.ndim() && one_group_is_enough; ++d) {
-      is_looked_at = is_looked_at && (step.mesh_dims.contains(d) || mesh.coordinate(position, d) == 0);
+      is_examined = is_examined && (step.mesh_dims.contains(d) || mesh.coordinate(position, d) == 0);
     }
-    if (!is_looked_at) continue;
+    if (!is_examined) continue;
     const Traffic rank_traffic = traffic.at(position);
     maxima.received_bytes = std::max(maxima.received_bytes, rank_traffic.received_bytes);
     maxima.sent_bytes = std::max(maxima.sent_bytes, rank_traffic.sent_bytes);
@@ -58,7 +59,7 @@ StepCounts counts_by_walking(const Step& step, Lowering lowering) {
     maxima.touched_bytes = std::max(maxima.touched_bytes, num_elements(step.after.region(position)) * item);
   }
   maxima.collectives =
-      collectives_of(step.op, step.before.mesh().group_size(step.mesh_dims), reduces_natively(step, lowering));
+      num_collectives(step.op, step.before.mesh().group_size(step.mesh_dims), reduces_natively(step, lowering));
   return maxima;
 }
 
@@ -69,15 +70,15 @@ Link link_of(const Exchange& exchange, const Topology& topology) {
 }
 
 Link link_of(const Step& step, const Topology& topology) {
-  if (is_crossing(step.op)) return link_of(*exchange_of(step), topology);
+  if (is_cross_or_rearrange(step.op)) return link_of(*exchange_of(step), topology);
   return topology.slowest_link(step.before.mesh(), step.mesh_dims);
 }
 
 StepCounts step_counts(const Step& step, Lowering lowering) {
-  if (is_crossing(step.op)) return exchange_of(step)->maxima(step.rounds);
-  const bool walks =
+  if (is_cross_or_rearrange(step.op)) return exchange_of(step)->maxima(step.rounds);
+  const bool examines_ranks =
       step.policy == ReplicaPolicy::kEvenBytes || step.rounds > 1 || (!is_local(step.op) && is_uneven_by_rule(step));
-  if (walks) return counts_by_walking(step, lowering);
+  if (examines_ranks) return counts_over_classes(step, lowering);
   MoveTable table(step.before, lowering, step.ordered);
   const MoveTable::State before = table.state(step.before.cuts(), step.before.partial_dims());
   const MoveTable::State after = table.state(step.after.cuts(), step.after.partial_dims());
@@ -85,7 +86,7 @@ StepCounts step_counts(const Step& step, Lowering lowering) {
 }
 
 int64_t predicted_picoseconds(const Step& step, const StepCounts& counts, const Topology& topology) {
-  if (is_crossing(step.op) && counts.messages == 0) return predicted_picoseconds(true, counts, {}, topology);
+  if (is_cross_or_rearrange(step.op) && counts.messages == 0) return predicted_picoseconds(true, counts, {}, topology);
   const Link link = link_of(step, topology);
   const int64_t first = predicted_picoseconds(is_local(step.op), counts, link, topology);
   return saturating_sum(first, saturating_product((step.rounds - 1) * counts.collectives, topology.step_ps));
@@ -97,62 +98,64 @@ int64_t predicted_picoseconds(const Step& step, Lowering lowering, const Topolog
 
 namespace {
 
-// The transfer times of each rank in one step, in picoseconds. A lane is one direction of one kind of link: received
-// and sent within nodes (kIn, kOut), and received and sent between nodes or over the link of a mesh dim.
-struct Stage {
+// The transfer times of each rank in one step of a plan, in picoseconds. A lane is one direction of one kind of link:
+// within nodes, or between nodes and over the links of single mesh dims.
+struct StepTimes {
   bool communicates = false;
-  int64_t latency = 0;  // of the step's collectives and messages, for the worst rank
-  enum Lane { kIn, kOut, kInBetween, kOutBetween, kNumLanes };
+  int64_t latency = 0;  // latency of the step's collectives and messages, for the worst rank
+  enum Lane { kReceiveInside, kSendInside, kReceiveBetween, kSendBetween, kNumLanes };
   std::array<std::vector<int64_t>, kNumLanes> lanes;  // indexed by lane, then by index of the rank
 };
 
 // Returns the transfer times of a step. `ranks` are the ranks of the plan, in order.
-Stage stage_of(const Step& step, const Plan& plan, const std::vector<Rank>& ranks) {
-  Stage stage;
+StepTimes step_times(const Step& step, const Plan& plan, const std::vector<Rank>& ranks) {
+  StepTimes times;
   const StepCounts maxima = step_counts(step, plan.lowering);
-  if (is_local(step.op) || (is_crossing(step.op) && maxima.messages == 0)) return stage;
-  stage.communicates = true;
+  if (is_local(step.op) || (is_cross_or_rearrange(step.op) && maxima.messages == 0)) return times;
+  times.communicates = true;
   const Topology& topology = plan.topology;
   const Link link = link_of(step, topology);
   const int64_t messages = std::max(maxima.messages, maxima.sent_messages);
-  stage.latency = saturating_sum(maxima.collectives * topology.step_ps, saturating_product(messages, link.message_ps));
+  times.latency = saturating_sum(maxima.collectives * topology.step_ps, saturating_product(messages, link.message_ps));
   const bool is_inside = link == topology.inside;
   std::optional<GridExchange> by_node;
   if (step.policy == ReplicaPolicy::kNodeLocal && !is_inside) by_node = crossing_of(step);
-  const TrafficOfRanks traffic(step, plan.lowering);
+  const StepTraffic traffic(step, plan.lowering);
   for (const Rank rank : ranks) {
     const Traffic all = traffic.at(rank);
     GridExchange::NodeTraffic inside;
     if (is_inside) inside = {all.received_bytes, all.sent_bytes};
     if (by_node) inside = by_node->within_node(rank);
-    stage.lanes[Stage::kIn].push_back(picoseconds_for(inside.received_bytes, topology.inside.ps_per_kib));
-    stage.lanes[Stage::kOut].push_back(picoseconds_for(inside.sent_bytes, topology.inside.ps_per_kib));
-    stage.lanes[Stage::kInBetween].push_back(
+    times.lanes[StepTimes::kReceiveInside].push_back(
+        picoseconds_for(inside.received_bytes, topology.inside.ps_per_kib));
+    times.lanes[StepTimes::kSendInside].push_back(picoseconds_for(inside.sent_bytes, topology.inside.ps_per_kib));
+    times.lanes[StepTimes::kReceiveBetween].push_back(
         picoseconds_for(all.received_bytes - inside.received_bytes, link.ps_per_kib));
-    stage.lanes[Stage::kOutBetween].push_back(picoseconds_for(all.sent_bytes - inside.sent_bytes, link.ps_per_kib));
+    times.lanes[StepTimes::kSendBetween].push_back(
+        picoseconds_for(all.sent_bytes - inside.sent_bytes, link.ps_per_kib));
   }
-  return stage;
+  return times;
 }
 
-// The fraction of a step's bytes that one segment moves.
+// The fraction of a step's transfer time that one segment takes.
 struct Share {
   int64_t numerator = 1;
   int64_t denominator = 1;
   bool operator<(const Share& other) const { return numerator * other.denominator < other.numerator * denominator; }
-  // Returns the fraction of `load`, rounded down. Divides first to avoid overflow.
-  int64_t of(int64_t load) const {
-    return load / denominator * numerator + load % denominator * numerator / denominator;
+  // Returns this fraction of a time, rounded down. Divides first to avoid overflow.
+  int64_t of(int64_t time) const {
+    return time / denominator * numerator + time % denominator * numerator / denominator;
   }
 };
 
 // The steps of a plan as a pipeline of segments (moves/segments.h), and its predicted time.
 class Pipeline {
  public:
-  // Takes the steps of `plan`, whatever its segments are.
+  // Uses the steps of `plan` and ignores its segments.
   explicit Pipeline(const Plan& plan) : num_ranks_(ranks_of(plan).size()) {
     const std::vector<Rank> ranks = ranks_of(plan);
     for (const Step& step : plan.steps) {
-      stages_.push_back(stage_of(step, plan, ranks));
+      steps_.push_back(step_times(step, plan, ranks));
       copies_ += picoseconds_for(step_counts(step, plan.lowering).touched_bytes, plan.topology.memory_ps_per_kib);
     }
     copies_ +=
@@ -162,29 +165,29 @@ class Pipeline {
   // Returns the time of `count` segments, each of which moves the fraction shares[s] of the bytes of step s. `copies`
   // is the time of all local copies. In pipeline stage i, segment j is in step i - j.
   int64_t picoseconds(int64_t count, const std::vector<Share>& shares, int64_t copies) const {
-    const auto last = static_cast<int64_t>(stages_.size()) - 1;
+    const auto last = static_cast<int64_t>(steps_.size()) - 1;
     int64_t total = copies;
-    std::optional<std::pair<int64_t, int64_t>> known;  // first and last step of the last computed stage
-    int64_t of_known = 0;                              // its time
+    std::optional<std::pair<int64_t, int64_t>> last_range;  // first and last step of the pipeline stage before
+    int64_t last_time = 0;                                  // its time
     for (int64_t stage = 0; stage < count + last; ++stage) {
-      const std::pair<int64_t, int64_t> taken{std::max<int64_t>(stage - count + 1, 0), std::min(stage, last)};
-      if (known != taken) of_known = stage_picoseconds(taken.first, taken.second, shares);
-      known = taken;
-      total = saturating_sum(total, of_known);
+      const std::pair<int64_t, int64_t> range{std::max<int64_t>(stage - count + 1, 0), std::min(stage, last)};
+      if (last_range != range) last_time = stage_picoseconds(range.first, range.second, shares);
+      last_range = range;
+      total = saturating_sum(total, last_time);
     }
     return total;
   }
 
-  // Return the time of the plan's tensor in `count` segments, with equal or with the given shares.
+  // Return the time of the plan in `count` segments, which are equal or have the given shares.
   int64_t picoseconds_in(int64_t count) const {
-    return picoseconds(count, std::vector<Share>(stages_.size(), {1, count}), copies_);
+    return picoseconds(count, std::vector<Share>(steps_.size(), {1, count}), copies_);
   }
   int64_t picoseconds_in(int64_t count, const std::vector<Share>& shares) const {
     return picoseconds(count, shares, copies_);
   }
-  // Returns the time of `count` tensors as large as the plan's tensor: the plan is that of one uniform segment.
+  // Returns the time of `count` segments if the plan is that of one uniform segment.
   int64_t picoseconds_of(int64_t count) const {
-    return picoseconds(count, std::vector<Share>(stages_.size()), saturating_product(copies_, count));
+    return picoseconds(count, std::vector<Share>(steps_.size()), saturating_product(copies_, count));
   }
 
  private:
@@ -192,23 +195,23 @@ class Pipeline {
   // largest transfer time of a rank in a lane.
   int64_t stage_picoseconds(int64_t first, int64_t last, const std::vector<Share>& shares) const {
     int64_t latency = 0;
-    for (int64_t s = first; s <= last; ++s) latency = saturating_sum(latency, stages_[s].latency);
+    for (int64_t s = first; s <= last; ++s) latency = saturating_sum(latency, steps_[s].latency);
     int64_t most = 0;
-    for (int lane = 0; lane < Stage::kNumLanes; ++lane) {
+    for (int lane = 0; lane < StepTimes::kNumLanes; ++lane) {
       for (size_t rank = 0; rank < num_ranks_; ++rank) {
-        int64_t load = 0;
+        int64_t time = 0;
         for (int64_t s = first; s <= last; ++s) {
-          if (stages_[s].communicates) load += shares[s].of(stages_[s].lanes[lane][rank]);
+          if (steps_[s].communicates) time += shares[s].of(steps_[s].lanes[lane][rank]);
         }
-        most = std::max(most, load);
+        most = std::max(most, time);
       }
     }
     return saturating_sum(latency, most);
   }
 
   size_t num_ranks_;
-  std::vector<Stage> stages_;  // by step
-  int64_t copies_ = 0;         // time of the local copies of all steps, in picoseconds
+  std::vector<StepTimes> steps_;  // by step
+  int64_t copies_ = 0;            // time of the local copies of all steps, in picoseconds
 };
 
 // The shares of non-uniform segments. A step's share is the largest fraction of the longest part, before or after the
@@ -253,9 +256,9 @@ int64_t predicted_picoseconds(const Plan& plan) {
 
 namespace {
 
-// Non-uniform segments have a program each, so few counts are tried, and the time must be at least 1/50 less.
+// Non-uniform segments have a program each, so few counts are tried, and the time must be less by more than 1/50.
 constexpr int64_t kNonUniformCounts[] = {2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32};
-constexpr int64_t kNonUniformBelowFraction = 50;
+constexpr int64_t kNonUniformGainFraction = 50;
 
 // Returns the tensor dim that allows the most uniform segments, and their number, a power of two.
 Segments most_uniform(const Plan& plan) {
@@ -274,33 +277,33 @@ bool may_have_segments(const Plan& plan) {
   return plan.steps.size() >= 2 && static_cast<int64_t>(ranks_of(plan).size()) <= kMaxRanksInSegments;
 }
 
-// Replaces `best` by non-uniform segments that are faster.
+// Replaces `best` by the fastest non-uniform segments if they are enough faster.
 void try_non_uniform(const Plan& plan, const Pipeline& pipeline, TimedSegments& best) {
-  const auto is_fast = [&](int64_t time) {
-    return time < best.picoseconds - best.picoseconds / kNonUniformBelowFraction;
+  const auto is_faster = [&](int64_t time) {
+    return time < best.picoseconds - best.picoseconds / kNonUniformGainFraction;
   };
-  std::vector<int64_t> counts;  // counts that are fast enough if shares are equal
+  std::vector<int64_t> counts;  // counts that are fast enough even with equal shares, which are the best case
   for (const int64_t count : kNonUniformCounts) {
-    if (is_fast(pipeline.picoseconds_in(count))) counts.push_back(count);
+    if (is_faster(pipeline.picoseconds_in(count))) counts.push_back(count);
   }
   for (int t = 0; t < plan.src.ndim() && !counts.empty(); ++t) {
-    if (!may_go_in(plan, {t, counts.front()})) continue;
+    if (!can_run_in_segments(plan, {t, counts.front()})) continue;
     const NonUniformSegments segments(plan, t);
     for (const int64_t count : counts) {
       if (count > plan.src.shape()[t]) break;
       const int64_t time = pipeline.picoseconds_in(count, segments.shares(count));
-      if (is_fast(time)) best = {{t, count}, time};
+      if (is_faster(time)) best = {{t, count}, time};
     }
   }
 }
 
 }  // namespace
 
-TimedSegments timed_in_best_segments(const Plan& plan) {
+TimedSegments best_timed_segments(const Plan& plan) {
   TimedSegments best{{}, predicted_picoseconds(plan)};
   if (!may_have_segments(plan)) return best;
   const Segments most = most_uniform(plan);
-  const bool may_be_uniform = most.count > 1 && may_go_in(plan, most);
+  const bool may_be_uniform = most.count > 1 && can_run_in_segments(plan, most);
   const bool may_be_non_uniform = static_cast<int64_t>(ranks_of(plan).size()) <= kMaxRanksInNonUniformSegments;
   if (!may_be_uniform && !may_be_non_uniform) return best;
   const Pipeline pipeline(plan);
@@ -313,7 +316,7 @@ TimedSegments timed_in_best_segments(const Plan& plan) {
 }
 
 Segments best_segments(const Plan& plan) {
-  return may_have_segments(plan) ? timed_in_best_segments(plan).segments : Segments();
+  return may_have_segments(plan) ? best_timed_segments(plan).segments : Segments();
 }
 
 }  // namespace shardwright

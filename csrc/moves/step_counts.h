@@ -18,7 +18,7 @@ Link link_of(const Step& step, const Topology& topology);
 // Returns the maxima over ranks of a step's bytes and messages; an exchange has at least one message. Compares all
 // classes of ranks for crossings, and if parts are unequal and cut by rules other than chunks. Otherwise compares the
 // corners of position 0's group (moves/rank_classes.h), where parts are largest, smallest and furthest apart. The
-// result is exact for equal parts and for crossings, and for other rules up to kMaxRanksWalked classes. Otherwise
+// result is exact for equal parts and for crossings, and for other rules up to kMaxRanksExamined classes. Otherwise
 // another rank may do more (totals() in moves/traffic.h has the maxima), and times predicted from the result are
 // estimates.
 StepCounts step_counts(const Step& step, Lowering lowering);
@@ -28,11 +28,16 @@ StepCounts step_counts(const Step& step, Lowering lowering);
 int64_t predicted_picoseconds(const Step& step, const StepCounts& counts, const Topology& topology);
 int64_t predicted_picoseconds(const Step& step, Lowering lowering, const Topology& topology);
 // Returns the predicted time of a plan: the sum over its steps, or with segments, the sum over pipeline stages
-// (moves/segments.h). In a pipeline stage, the latencies of the communicating steps add up. Bytes of all steps are
-// added up per rank, separately for links within nodes and for other links; the busiest rank and kind of link counts.
-// Local copies are those of the steps, of segments out of the source and of segments into the destination. Non-uniform
+// (moves/segments.h). The time of a pipeline stage is the sum of its steps' latencies, plus the largest transfer time
+// of a rank: its bytes of all steps are added up, separately by direction and for links within nodes and other links.
+// Local copies are those of the steps, and those of segments out of the source and into the destination. Non-uniform
 // segments all count as the largest: their share of a step's bytes is the largest share that any segment has of the
 // longest part before or after the step.
+//
+// Example: a first step of 1 us + 8 us between nodes, a second of 1 us + 8 us within nodes, no local copies.
+//   1 segment     (1 + 8) + (1 + 8)                     18 us
+//   2 segments    (1 + 4) + (2 + 4) + (1 + 4)           16 us: in the middle, both kinds of links are in use
+//   4 segments    (1 + 2) + 3 x (2 + 2) + (1 + 2)       18 us: more latencies
 int64_t predicted_picoseconds(const Plan& plan);
 
 // Returns the segments (moves/segments.h) with which a plan is predicted to be fastest. Returns one segment if that is
@@ -46,6 +51,6 @@ struct TimedSegments {
   Segments segments;
   int64_t picoseconds = 0;
 };
-TimedSegments timed_in_best_segments(const Plan& plan);
+TimedSegments best_timed_segments(const Plan& plan);
 
 }  // namespace shardwright

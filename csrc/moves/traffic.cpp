@@ -12,28 +12,28 @@
 
 namespace shardwright {
 
-TrafficOfRanks::TrafficOfRanks(const Step& step, Lowering lowering) : step_(step) {
-  if (is_crossing(step.op)) {
+StepTraffic::StepTraffic(const Step& step, Lowering lowering) : step_(step) {
+  if (is_cross_or_rearrange(step.op)) {
     exchange_ = exchange_of(step);
   } else {
     on_mesh_.emplace(step, lowering);
   }
 }
 
-Traffic TrafficOfRanks::at(Rank rank) const {
+Traffic StepTraffic::at(Rank rank) const {
   if (exchange_) return exchange_->traffic(rank, step_.rounds);
   const std::optional<Position> position = step_.before.mesh().position_of(rank);
   return position ? on_mesh_->at(*position) : Traffic{};
 }
 
-bool TrafficOfRanks::communicates() const { return exchange_ ? exchange_->communicates() : !is_local(step_.op); }
+bool StepTraffic::communicates() const { return exchange_ ? exchange_->communicates() : !is_local(step_.op); }
 
-Traffic traffic_at(const Step& step, Lowering lowering, Rank rank) { return TrafficOfRanks(step, lowering).at(rank); }
+Traffic traffic_at(const Step& step, Lowering lowering, Rank rank) { return StepTraffic(step, lowering).at(rank); }
 
 namespace {
 
-// Returns the traffic `count` times.
-Traffic times(const Traffic& traffic, int64_t count) {
+// Returns the traffic of `count` equal moves.
+Traffic multiplied(const Traffic& traffic, int64_t count) {
   return {traffic.received_bytes * count, traffic.sent_bytes * count, traffic.messages * count,
           traffic.sent_messages * count};
 }
@@ -45,17 +45,17 @@ Traffic traffic_at(const Plan& plan, Rank rank) {
     const std::vector<Plan> segments = plans_of_segments(plan);
     Traffic all;
     for (const Plan& segment : segments) all = all + traffic_at(segment, rank);
-    return times(all, plan.segments.count / static_cast<int64_t>(segments.size()));
+    return multiplied(all, plan.segments.count / static_cast<int64_t>(segments.size()));
   }
   Traffic all;
   for (const Step& step : plan.steps) all = all + traffic_at(step, plan.lowering, rank);
   return all;
 }
 
-StepTraffic::StepTraffic(const Step& step, Lowering lowering)
+MeshStepTraffic::MeshStepTraffic(const Step& step, Lowering lowering)
     : step_(step), exchange_(mesh_exchange_of(step)), is_native_(reduces_natively(step, lowering)) {}
 
-Traffic StepTraffic::at(int64_t position) const {
+Traffic MeshStepTraffic::at(int64_t position) const {
   const Mesh& mesh = step_.before.mesh();
   const int64_t item = step_.before.dtype().size_bytes();
   switch (step_.op) {
@@ -94,19 +94,19 @@ Traffic StepTraffic::at(int64_t position) const {
       return traffic;
     }
   }
-  throw InvariantError(concat("StepTraffic was used for a step that is not on one mesh: ", step_op_name(step_.op)));
+  throw InvariantError(concat("MeshStepTraffic was used for a step that is not on one mesh: ", step_op_name(step_.op)));
 }
 
-void StepTraffic::split_classes(RankClasses& classes) const {
+void MeshStepTraffic::split_classes(RankClasses& classes) const {
   classes.add(step_);
   if (step_.op != StepOp::kAllReduce || is_native_) return;
-  // The flat range is divided into chunks, which differ in length if the range is not a multiple of ranks times rounds.
+  // The flat range is divided into chunks, which differ in length if the range is not a multiple of ranks x rounds.
   const int64_t chunks = step_.before.mesh().group_size(step_.mesh_dims) * step_.rounds;
   const bool are_equal = step_.before.has_equal_parts() && step_.before.largest_part_elements() % chunks == 0;
   if (!are_equal) classes.split_all(step_.mesh_dims);
 }
 
-std::optional<Traffic> StepTraffic::upper_bound() const {
+std::optional<Traffic> MeshStepTraffic::upper_bound() const {
   if (!step_.before.has_equal_parts() || !step_.after.has_equal_parts()) return std::nullopt;
   // The first member of a group sums a chunk that is at least as large as any other chunk.
   if (step_.op == StepOp::kAllReduce && !is_native_ && !ranks_ascend(step_.before.mesh())) return std::nullopt;
@@ -137,10 +137,10 @@ std::optional<int64_t> total_received_bytes(const Step& step, Lowering lowering)
   return (total_held_elements(step.after) - *kept) * item;
 }
 
-// Returns true if the maxima over the examined ranks equal their upper bounds, and are therefore exact.
-bool equal_upper_bounds(const TrafficTotals& totals, const std::vector<StepTraffic>& steps) {
+// Returns true if the maxima over the examined ranks equal the upper bounds of these steps, and are therefore exact.
+bool equal_upper_bounds(const TrafficTotals& totals, const std::vector<MeshStepTraffic>& steps) {
   Traffic most;
-  for (const StepTraffic& step : steps) {
+  for (const MeshStepTraffic& step : steps) {
     const std::optional<Traffic> step_traffic = step.upper_bound();
     if (!step_traffic) return false;
     most = most + *step_traffic;
@@ -152,7 +152,7 @@ bool equal_upper_bounds(const TrafficTotals& totals, const std::vector<StepTraff
 }  // namespace
 
 bool communicates(const Step& step) {
-  return is_crossing(step.op) ? TrafficOfRanks(step, Lowering()).communicates() : !is_local(step.op);
+  return is_cross_or_rearrange(step.op) ? StepTraffic(step, Lowering()).communicates() : !is_local(step.op);
 }
 
 TrafficTotals totals(const Step& step, Lowering lowering) {
@@ -161,19 +161,20 @@ TrafficTotals totals(const Step& step, Lowering lowering) {
 
 namespace {
 
-// Returns the traffic of all steps, given the traffic of the steps that are not local.
-std::vector<TrafficTotals::OfStep> by_step(const Plan& plan, const std::vector<TrafficTotals::OfStep>& moving) {
+// Returns the traffic of all steps of a plan, from that of its steps that are not local.
+std::vector<TrafficTotals::OfStep> with_local_steps(const Plan& plan,
+                                                    const std::vector<TrafficTotals::OfStep>& communicating) {
   std::vector<TrafficTotals::OfStep> all;
-  for (auto next = moving.begin(); const Step& step : plan.steps) {
+  for (auto next = communicating.begin(); const Step& step : plan.steps) {
     all.push_back(is_local(step.op) ? TrafficTotals::OfStep() : *next++);
   }
   return all;
 }
 
-// Returns the totals of a plan with steps on two meshes. Examines the ranks of both meshes one by one.
+// Returns the totals of a plan with a crossing or a rearrangement. Examines the ranks of both meshes one by one.
 TrafficTotals totals_between_meshes(const Plan& plan) {
   const std::vector<Plan> plans = plan.segments.count > 1 ? plans_of_segments(plan) : std::vector<Plan>{plan};
-  std::vector<TrafficOfRanks> steps;
+  std::vector<StepTraffic> steps;
   steps.reserve(plans.size() * plan.steps.size());
   std::vector<bool> communicates(plan.steps.size(), false);
   for (const Plan& segment_plan : plans) {
@@ -194,14 +195,14 @@ TrafficTotals totals_between_meshes(const Plan& plan) {
       of_steps[s].add(traffic);
       all = all + traffic;
     }
-    all = times(all, plan.segments.count / static_cast<int64_t>(plans.size()));
+    all = multiplied(all, plan.segments.count / static_cast<int64_t>(plans.size()));
     result.received_bytes_max = std::max(result.received_bytes_max, all.received_bytes);
     result.received_bytes_sum += all.received_bytes;
     result.sent_bytes_max = std::max(result.sent_bytes_max, all.sent_bytes);
     result.messages_max = std::max(result.messages_max, all.messages);
     result.sent_messages_max = std::max(result.sent_messages_max, all.sent_messages);
   }
-  if (plan.segments.count == 1) result.of_steps = by_step(plan, of_steps);
+  if (plan.segments.count == 1) result.of_steps = with_local_steps(plan, of_steps);
   return result;
 }
 
@@ -209,11 +210,11 @@ TrafficTotals totals_between_meshes(const Plan& plan) {
 
 // On one mesh, examines one rank of each class. If the classes are too many, computes the sum by a formula.
 TrafficTotals totals(const Plan& plan) {
-  const bool has_crossing =
-      std::any_of(plan.steps.begin(), plan.steps.end(), [](const Step& step) { return is_crossing(step.op); });
+  const bool has_crossing = std::any_of(plan.steps.begin(), plan.steps.end(),
+                                        [](const Step& step) { return is_cross_or_rearrange(step.op); });
   if (has_crossing || crosses(plan)) return totals_between_meshes(plan);
   const Mesh& mesh = plan.src.mesh();
-  std::vector<StepTraffic> steps;
+  std::vector<MeshStepTraffic> steps;
   steps.reserve(plan.steps.size());
   RankClasses classes(mesh);
   for (const Step& step : plan.steps) {
@@ -223,7 +224,7 @@ TrafficTotals totals(const Plan& plan) {
   }
   const RankSample sample = classes.sample();
   TrafficTotals result;
-  for (const StepTraffic& step : steps) result.steps += step.step().rounds;
+  for (const MeshStepTraffic& step : steps) result.steps += step.step().rounds;
   std::vector<TrafficTotals::OfStep> of_steps(steps.size());
   for (size_t i = 0; i < sample.positions.size(); ++i) {
     Traffic all;
@@ -238,7 +239,7 @@ TrafficTotals totals(const Plan& plan) {
     result.messages_max = std::max(result.messages_max, all.messages);
     result.sent_messages_max = std::max(result.sent_messages_max, all.sent_messages);
   }
-  if (sample.is_complete || steps.size() == 1) result.of_steps = by_step(plan, of_steps);
+  if (sample.is_complete || steps.size() == 1) result.of_steps = with_local_steps(plan, of_steps);
   if (sample.is_complete) return result;
   result.received_bytes_sum = 0;
   for (size_t s = 0; s < steps.size(); ++s) {
@@ -263,15 +264,15 @@ Bound lower_bound(const Layout& src, const Layout& dst) {
     const MeshDimSet zero_filled = src.cut_dims() & dst.partial_dims();
     if (!zero_filled.empty()) return bound;  // a rank may hold any share of the value, so nothing has to be sent
     const SharedElements shared(src, dst);
-    const bool has_equal_parts = !shared.matchings().empty();
-    const int64_t most = dst.largest_part_elements();
+    const bool has_digits = !shared.matchings().empty();  // then all parts of `dst` have one size
+    const int64_t part_elements = dst.largest_part_elements();
     RankClasses classes(mesh);
     classes.add(src, dst);
     const RankSample sample = classes.sample();
     KnownParts held(src);
     KnownParts needed(dst);
     const auto missing_at = [&](int64_t position) {
-      if (has_equal_parts) return most - shared.at(position);
+      if (has_digits) return part_elements - shared.at(position);
       Coordinates coordinates;
       coordinates_at(mesh, position, coordinates);
       int64_t own = 1;

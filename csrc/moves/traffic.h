@@ -15,11 +15,12 @@
 
 namespace shardwright {
 
-// The traffic of a step on one mesh, reductions included.
-class StepTraffic {
+// The traffic of a step on one mesh, by position. Reductions are included; crossings and rearrangements are not.
+class MeshStepTraffic {
  public:
-  StepTraffic(const Step& step, Lowering lowering);
-  Traffic at(int64_t position) const;  // in all rounds
+  MeshStepTraffic(const Step& step, Lowering lowering);
+  // Returns the traffic of the rank at a position, in all rounds.
+  Traffic at(int64_t position) const;
   // Splits the classes of ranks so that at() is the same for all ranks of a class.
   void split_classes(RankClasses& classes) const;
   // Returns an upper bound on at() of every rank; nullopt if none is known, as for unequal parts.
@@ -32,17 +33,19 @@ class StepTraffic {
   bool is_native_;
 };
 
-// The traffic of the ranks of any step, crossings included.
-class TrafficOfRanks {
+// The traffic of any step, by rank.
+class StepTraffic {
  public:
-  TrafficOfRanks(const Step& step, Lowering lowering);
-  Traffic at(Rank rank) const;  // zero for ranks that are not on the step's meshes
-  bool communicates() const;    // as communicates() below
+  StepTraffic(const Step& step, Lowering lowering);
+  // Returns the traffic of a rank in all rounds. It is zero if the rank is not on the step's meshes.
+  Traffic at(Rank rank) const;
+  // Returns true if some rank sends something; see communicates() below.
+  bool communicates() const;
 
  private:
   const Step& step_;
-  std::optional<StepTraffic> on_mesh_;
-  std::unique_ptr<const Exchange> exchange_;  // set for crossings, null for steps on one mesh
+  std::unique_ptr<const Exchange> exchange_;  // only for crossings and rearrangements; else null
+  std::optional<MeshStepTraffic> on_mesh_;    // only for other steps
 };
 
 // Returns the traffic of one rank in a step, or in all steps of a plan. It is zero if the rank is not on the step's
@@ -81,7 +84,7 @@ struct TrafficTotals {
 
 // Returns the totals of one step or of a whole plan. The maxima of a plan are over each rank's sum over steps. Ranks
 // are divided into classes by the coordinates on which their traffic depends (moves/rank_classes.h). With up to
-// kMaxRanksWalked classes, one rank of each is examined, and everything is exact. With more, the maxima are those of
+// kMaxRanksExamined classes, one rank of each is examined, and everything is exact. With more, the maxima are those of
 // outermost and boundary coordinates: exact if no rank can have more, otherwise lower bounds. The sum is then computed
 // without visiting ranks, or is an upper bound. Between two meshes all ranks are examined, and everything is exact.
 TrafficTotals totals(const Step& step, Lowering lowering);
@@ -90,6 +93,10 @@ TrafficTotals totals(const Plan& plan);
 // Lower bounds on the bytes received, for any plan. Without P, a rank must receive the elements that it needs and does
 // not hold. With P, each element takes at least (contributions - 1) + (destination replicas - 1) transfers over all
 // ranks, and bytes_max is the mean of that over ranks. For two meshes, see exchange/bounds.h.
+//
+// Example: 8 rows over 4 ranks.
+//   S(0) -> R     each rank lacks 6 of 8 rows: bytes_max is the size of 6 rows, bytes_sum of 24
+//   P -> S(0)     4 contributions, 1 replica, so 3 transfers per row: bytes_sum is 24 rows, bytes_max 24 / 4 = 6 rows
 struct Bound {
   int64_t bytes_max = 0;  // by the worst rank
   int64_t bytes_sum = 0;  // by all ranks

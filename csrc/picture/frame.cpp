@@ -169,7 +169,7 @@ std::vector<std::string> PictureFrame::step_lines(const Plan& plan, size_t index
   if (plan.steps.empty()) return {"nothing to do", "every rank holds what it needs"};
   const Step& step = plan.steps[index];
   const Mesh& mesh = step.before.mesh();
-  std::vector<std::string> lines{shortened(concat(index + 1, ". ", named(step)), kMaxStepChars)};
+  std::vector<std::string> lines{shortened(concat(index + 1, ". ", step_name(step)), kMaxStepChars)};
   const std::string time = microseconds_text(predicted_picoseconds(step, plan.lowering, plan.topology));
   if (is_local(step.op)) {
     lines.emplace_back(explanation_of(step.op));

@@ -61,12 +61,12 @@ int64_t peak_at_most(const Plan& plan) {
   return peak;
 }
 
-// Number of classes of ranks that are examined without a limit; with a limit it is kMaxRanksWalked.
+// Number of classes of ranks that are examined without a limit; with a limit it is kMaxRanksExamined.
 constexpr int64_t kMaxRanksCounted = 64;
 
 // Returns the peak memory of the worst rank examined, by step. Examines fewer ranks without a limit.
 std::vector<int64_t> peaks_by_step(const Plan& plan, bool has_limit) {
-  return ProgramMemory(plan).max_peak_bytes_by_step(has_limit ? kMaxRanksWalked : kMaxRanksCounted).bytes;
+  return ProgramMemory(plan).max_peak_bytes_by_step(has_limit ? kMaxRanksExamined : kMaxRanksCounted).bytes;
 }
 
 // Returns the largest peak, 0 if there are no steps.
@@ -94,7 +94,7 @@ std::pair<Plan, int64_t> in_rounds(Plan plan, int64_t limit, bool has_limit) {
     for (size_t i = 0; i < peaks.size(); ++i) {
       Step& step = plan.steps[i];
       if (peaks[i] < best[i].peak) best[i] = {peaks[i], step.rounds};
-      if (best[i].is_final || best[i].peak <= limit || !may_go_in_rounds(step, plan.lowering)) continue;
+      if (best[i].is_final || best[i].peak <= limit || !can_run_in_rounds(step, plan.lowering)) continue;
       const int64_t most = std::min(kMostRounds, std::max<int64_t>(step.after.largest_part_elements(), 1));
       // Two rounds may save nothing, because the result already exists while the second round runs. So more are tried.
       best[i].is_final = step.rounds >= most || (step.rounds > 2 && peaks[i] >= previous[i]);
@@ -124,7 +124,7 @@ Ranking ranking_of(const Plan& plan) {
 }  // namespace
 
 PeakBytes max_peak_bytes(const Plan& plan) {
-  const ProgramMemory::MaxPeaks maxima = ProgramMemory(plan).max_peak_bytes_by_step(kMaxRanksWalked);
+  const ProgramMemory::MaxPeaks maxima = ProgramMemory(plan).max_peak_bytes_by_step(kMaxRanksExamined);
   return {largest(maxima.bytes), maxima.is_exact};
 }
 

@@ -11,8 +11,8 @@
 namespace shardwright {
 
 // Returns the bytes that the worst rank's program allocates: its result and its temporaries. If there are more than
-// kMaxRanksWalked classes of ranks, only the outermost and boundary ones are examined; the result may then be too low,
-// and is_exact is false.
+// kMaxRanksExamined classes of ranks, only the outermost and boundary ones are examined; the result may then be too
+// low, and is_exact is false.
 PeakBytes max_peak_bytes(const Plan& plan);
 int64_t peak_bytes(const Plan& plan);  // max_peak_bytes() without is_exact
 

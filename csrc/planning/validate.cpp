@@ -187,7 +187,7 @@ bool is_valid_move(const Step& step, Lowering lowering) {
   if (!(step.before.mesh() == step.after.mesh())) return false;
   const bool reduces = step.op == StepOp::kAllReduce || step.op == StepOp::kReduceScatter;
   if (step.ordered && !reduces) return false;
-  if (step.rounds > 1 && !may_go_in_rounds(step, lowering)) return false;
+  if (step.rounds > 1 && !can_run_in_rounds(step, lowering)) return false;
   if (step.policy != ReplicaPolicy::kAligned) {
     const bool can_share = step.op == StepOp::kExchange && step.policy != ReplicaPolicy::kNodeLocal &&
                            (step.mesh_dims & step.before.partial_dims()).empty() &&
@@ -206,13 +206,13 @@ struct PlacementsOf {
 
 struct NameOf {
   const Step& step;
-  std::string to_string() const { return named(step); }
+  std::string to_string() const { return step_name(step); }
 };
 
 }  // namespace
 
 bool leads_to_another_mesh(const Step& step) {
-  return is_crossing(step.op) && !(step.before.mesh() == step.after.mesh());
+  return is_cross_or_rearrange(step.op) && !(step.before.mesh() == step.after.mesh());
 }
 
 const Mesh& mesh_reached(const Plan& plan) {
@@ -257,7 +257,7 @@ void check_segments(const Plan& plan) {
   const int64_t num_dims = count == 1 ? 1 : plan.src.ndim();
   check_user(tensor_dim >= 0 && tensor_dim < num_dims, "plan: tensor dim of ", count, " segments must be ",
              IndexInRange{num_dims, "tensor dims"}, ", got ", tensor_dim);
-  check_user(may_go_in(plan, plan.segments),
+  check_user(can_run_in_segments(plan, plan.segments),
              "plan: segments must divide the length of each range of each shard, or be ", "at most ",
              kMaxNonUniformSegments, " on at most ", kMaxRanksInNonUniformSegments, " ranks, got ", count,
              " segments of tensor dim ", tensor_dim, ". Each step must communicate at most once");

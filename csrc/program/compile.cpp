@@ -88,7 +88,7 @@ void compile_step(ProgramBuilder& builder, const Step& step, BufferId current, B
 
 std::string step_text(const Plan& plan, size_t index) {
   const Step& step = plan.steps[index];
-  return concat("step ", index + 1, " of ", plan.steps.size(), " (", named(step), ")");
+  return concat("step ", index + 1, " of ", plan.steps.size(), " (", step_name(step), ")");
 }
 
 namespace {

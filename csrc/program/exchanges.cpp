@@ -183,7 +183,7 @@ void compile(ProgramBuilder& builder, const Step& step, const Exchange& step_exc
 }  // namespace
 
 void compile_exchange(ProgramBuilder& builder, const Step& step, BufferId current, BufferId next) {
-  if (is_crossing(step.op)) {
+  if (is_cross_or_rearrange(step.op)) {
     const std::unique_ptr<const Exchange> exchange = exchange_of(step);
     return compile(builder, step, *exchange, participants_between_meshes(builder, *exchange), current, next);
   }

@@ -55,7 +55,7 @@ ProgramMemory::ProgramMemory(const Plan& plan) : plan_(plan), sketch_(std::make_
   for (const Step& step : plan.steps) {
     before_.emplace_back(step.before);
     after_.emplace_back(step.after);
-    steps_.push_back(is_crossing(step.op) ? memory_of_crossing(step, plan) : memory_of_move(step, plan));
+    steps_.push_back(is_cross_or_rearrange(step.op) ? memory_of_crossing(step, plan) : memory_of_move(step, plan));
   }
 }
 
@@ -130,8 +130,8 @@ int64_t ProgramMemory::peak_of_step(size_t step, Rank rank) {
 // divided into classes: up to `max_ranks` evenly spaced ranks are examined.
 ProgramMemory::ExaminedRanks ProgramMemory::ranks_to_examine(size_t step, int64_t max_ranks) const {
   const bool looks_ahead = plan_.steps[step].rounds > 1 && step + 1 < steps_.size();
-  const bool crosses = is_crossing(plan_.steps[step].op);
-  if (crosses || (looks_ahead && is_crossing(plan_.steps[step + 1].op))) {
+  const bool crosses = is_cross_or_rearrange(plan_.steps[step].op);
+  if (crosses || (looks_ahead && is_cross_or_rearrange(plan_.steps[step + 1].op))) {
     auto [ranks, are_all] = evenly_spaced(ranks_of(plan_), max_ranks);
     return {std::move(ranks), are_all};
   }

@@ -57,7 +57,7 @@ bool gathers_natively(Lowering lowering, bool parts_are_equal) { return lowering
 
 bool all_to_alls_use_messages(const Step& step, int64_t shares, Lowering lowering) {
   const int64_t largest = std::max(step.before.largest_part_bytes(), step.after.largest_part_bytes());
-  const auto group_size = is_crossing(step.op)
+  const auto group_size = is_cross_or_rearrange(step.op)
                               ? static_cast<int64_t>(ranks_of(step.before.mesh(), step.after.mesh()).size())
                               : step.before.mesh().group_size(step.mesh_dims);
   return lowering.uses_messages(largest / (group_size * shares * step.rounds));

@@ -21,7 +21,7 @@ Communication communication_of(const Step& step) {
   Communication communication;
   communication.op = step_op_name(step.op);
   communication.mesh_dims = step.mesh_dims.to_vector();
-  communication.group_size = is_crossing(step.op)
+  communication.group_size = is_cross_or_rearrange(step.op)
                                  ? static_cast<int64_t>(ranks_of(step.before.mesh(), step.after.mesh()).size())
                                  : step.before.mesh().group_size(step.mesh_dims);
   for (const int d : communication.mesh_dims) {
@@ -45,7 +45,7 @@ std::string ranks_text(const Layout& layout) {
 Signature signature_of(const Plan& plan, const std::string& plan_bytes) {
   std::vector<std::string> steps;
   for (const Step& step : plan.steps) {
-    steps.push_back(named(step));
+    steps.push_back(step_name(step));
   }
   // The hash covers everything else in a plan, such as its topology.
   const size_t bytes = std::hash<std::string>()(plan_bytes);

@@ -38,19 +38,19 @@ class Latency {
   Latency(int64_t step_ps, const Link& inside, const Link& between, int64_t node_size)
       : step_ps_(step_ps), inside_(inside), between_(between), node_size_(node_size) {}
 
-  // Returns the bound for `steps` or more moves that bring a rank the data of `ranks` ranks. `beyond_node` is true if
-  // some of these ranks are on other nodes.
-  int64_t least(int64_t steps, int64_t ranks, bool beyond_node) {
-    const auto [entry, is_new] = known_.emplace(std::tuple{steps, ranks, beyond_node}, 0);
-    if (is_new) entry->second = compute(steps, ranks, beyond_node);
+  // Returns the bound for `steps` or more moves that bring a rank the data of `ranks` ranks. `needs_other_nodes` is
+  // true if some of these ranks are on other nodes.
+  int64_t least(int64_t steps, int64_t ranks, bool needs_other_nodes) {
+    const auto [entry, is_new] = known_.emplace(std::tuple{steps, ranks, needs_other_nodes}, 0);
+    if (is_new) entry->second = compute(steps, ranks, needs_other_nodes);
     return entry->second;
   }
 
  private:
   // Data from another node may be forwarded within the node. So all factorizations of `ranks` are tried: ranks reached
   // between nodes, times ranks reached within the node.
-  int64_t compute(int64_t steps, int64_t ranks, bool beyond_node) const {
-    if (!beyond_node) return least_of_any(inside_, steps, ranks);
+  int64_t compute(int64_t steps, int64_t ranks, bool needs_other_nodes) const {
+    if (!needs_other_nodes) return least_of_any(inside_, steps, ranks);
     int64_t best = least_of_any(between_, steps, ranks);
     for (int64_t inside = 2; inside <= std::min(node_size_, ranks); ++inside) {
       const int64_t between =
@@ -218,21 +218,21 @@ class Search {
     const MoveTable::State& goal = nodes_[kGoal].state;
     if (state == goal) return {};
     const MoveTable::Distance distance = table_.distance(state, goal);
-    const bool communicates = distance.missing > 0 || !table_.may_be_slice(state, goal);
-    if (!is_for_time()) return {distance.missing * item_, communicates ? 1 : 0, 0, 0};
+    const bool communicates = distance.missing_max > 0 || !table_.may_be_slice(state, goal);
+    if (!is_for_time()) return {distance.missing_max * item_, communicates ? 1 : 0, 0, 0};
     const int64_t copies = copying(goal.elements);
     if (!communicates) return {copies, 0, 0, 0};
     // If only one move communicates, all its messages and bytes use the slowest link that it crosses. If several do,
     // some may stay within nodes.
-    const Link& link = distance.beyond_node ? fastest_between_ : fastest_;
+    const Link& link = distance.needs_other_nodes ? fastest_between_ : fastest_;
     const int64_t once = topology_.step_ps +
                          saturating_product(std::max<int64_t>(distance.sources - 1, 1), link.message_ps) +
-                         sending(distance.missing, link);
-    const int64_t inside = std::max<int64_t>(distance.missing_least - distance.from_nodes, 0);
+                         sending(distance.missing_max, link);
+    const int64_t inside = std::max<int64_t>(distance.missing_min - distance.from_other_nodes, 0);
     const int64_t sent =
-        std::max(sending(distance.missing, fastest_),
-                 saturating_sum(sending(distance.from_nodes, fastest_between_), sending(inside, fastest_)));
-    const int64_t several = latency_.least(2, distance.sources, distance.beyond_node) + sent;
+        std::max(sending(distance.missing_max, fastest_),
+                 saturating_sum(sending(distance.from_other_nodes, fastest_between_), sending(inside, fastest_)));
+    const int64_t several = latency_.least(2, distance.sources, distance.needs_other_nodes) + sent;
     return {saturating_sum(std::min(once, several), copies), 1, 0, 0};
   }
 
@@ -357,7 +357,7 @@ class Search {
   void try_move(int from, int to, const MoveTable::Move& move) {
     const MoveTable::State& before = nodes_[from].state;
     const MoveTable::State& after = nodes_[to].state;
-    if (const auto least = table_.least_counts(before, after, move)) {
+    if (const auto least = table_.counts_lower_bound(before, after, move)) {
       if (!may_improve(to, *nodes_[from].reached + cost(move, *least))) return;
     }
     relax(from, to, move, cost(move, table_.step_counts(before, after, move)));

@@ -48,7 +48,7 @@ class States {
     MoveTable::State uncut{std::vector<int>(src_.ndim()), {}, {}, 1};
     for (int t = 0; t < src_.ndim(); ++t) {
       uncut.lists[t] = table_.list_index(t, {});
-      uncut.elements *= table_.first_length(t, uncut.lists[t]);
+      uncut.elements *= table_.largest_length(t, uncut.lists[t]);
     }
     combine(uncut, 0);
     return std::move(found_);
@@ -240,7 +240,7 @@ class States {
       const MeshDimSet dims = table_.dims_of(t, list);
       if (!(dims & state.cut_dims).empty()) continue;
       MoveTable::State next = state;
-      if (next.elements > 0) next.elements = next.elements / src_.shape()[t] * table_.first_length(t, list);
+      if (next.elements > 0) next.elements = next.elements / src_.shape()[t] * table_.largest_length(t, list);
       next.lists[t] = list;
       next.cut_dims = next.cut_dims | dims;
       combine(next, at + 1);

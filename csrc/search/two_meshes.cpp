@@ -224,7 +224,7 @@ class Crossings {
 
   int64_t time_in_segments(const std::vector<Step>& steps) const {
     const Plan plan{src_, goal_, options_.lowering, Objective::kTime, topology_, false, steps};
-    return timed_in_best_segments(plan).picoseconds;
+    return best_timed_segments(plan).picoseconds;
   }
 
   // Tries pairs over relays, in the order of the time of the other moves plus the estimated time of the relays.

@@ -43,7 +43,7 @@ class Checker {
   // Gives every step that may have rounds this number of rounds.
   void check_in_rounds(Plan plan, int64_t rounds) {
     for (Step& step : plan.steps) {
-      if (may_go_in_rounds(step, plan.lowering)) step.rounds = rounds;
+      if (can_run_in_rounds(step, plan.lowering)) step.rounds = rounds;
     }
     check(plan);
   }

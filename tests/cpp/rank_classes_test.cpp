@@ -102,7 +102,7 @@ TEST(RankClasses, RepresentEveryRankOfRandomPlans) {
     classes.add(src, dst);
     with_classes += static_cast<int64_t>(classes.sample().positions.size()) < ranks;
     for (Step& step : plan.steps) {
-      if (may_go_in_rounds(step, plan.lowering)) step.rounds = 1 + below(4);
+      if (can_run_in_rounds(step, plan.lowering)) step.rounds = 1 + below(4);
     }
     test::check_traffic(plan);
     test::check_peak(plan, false);

@@ -43,7 +43,7 @@ inline void check_peak(const Plan& plan, bool compiles) {
         compiles ? compile(plan, rank).peak_bytes_by_step() : memory.peak_bytes_by_step(rank);
     for (size_t i = 0; i < peaks.size(); ++i) maxima[i] = std::max(maxima[i], peaks[i]);
   }
-  const ProgramMemory::MaxPeaks found = ProgramMemory(plan).max_peak_bytes_by_step(kMaxRanksWalked);
+  const ProgramMemory::MaxPeaks found = ProgramMemory(plan).max_peak_bytes_by_step(kMaxRanksExamined);
   EXPECT_TRUE(found.is_exact);
   EXPECT_EQ(found.bytes, maxima) << to_string(plan) << plan.lowering.name;
 }

@@ -365,7 +365,7 @@ TEST(Rules, TheWorstRankIsFoundWhereverItIs) {
         EXPECT_EQ(found.sent_bytes, all.sent_bytes_max) << to_string(plan);
         EXPECT_EQ(found.touched_bytes, step.after.largest_part_bytes()) << to_string(plan);
         Step in_rounds = step;
-        if (may_go_in_rounds(step, plan.lowering)) in_rounds.rounds = 2;
+        if (can_run_in_rounds(step, plan.lowering)) in_rounds.rounds = 2;
         EXPECT_EQ(step_counts(in_rounds, plan.lowering).received_bytes, all.received_bytes_max) << to_string(plan);
         EXPECT_EQ(step_counts(in_rounds, plan.lowering).touched_bytes, found.touched_bytes) << to_string(plan);
         Plan rounds = plan;

@@ -36,9 +36,9 @@ TEST(InSegments, AreRangesOfCells) {
   Plan plan = plan_through({src, dst}, {});
   EXPECT_EQ(cell_length(plan, 0), 4);
   plan.segments = {0, 2};
-  EXPECT_TRUE(may_go_in(plan, plan.segments));
+  EXPECT_TRUE(can_run_in_segments(plan, plan.segments));
   EXPECT_TRUE(are_uniform(plan));
-  EXPECT_FALSE(may_go_in(plan, {1, 2}));
+  EXPECT_FALSE(can_run_in_segments(plan, {1, 2}));
   ASSERT_EQ(plans_of_segments(plan).size(), 1u);
   EXPECT_EQ(plans_of_segments(plan).front().src.shape(), std::vector<int64_t>{8});
   EXPECT_EQ(plans_of_segments(plan).front().dst.region(1), (Region{{{4, 8}}}));
@@ -61,7 +61,7 @@ TEST(InSegments, MayBeNonUniform) {
   const Layout dst = test::layout_of(test::mesh_of({3}, {2, 3, 4}), {7}, "S(0)");
   Plan plan = plan_through({src, dst}, {});
   plan.segments = {0, 2};
-  ASSERT_TRUE(may_go_in(plan, plan.segments));
+  ASSERT_TRUE(can_run_in_segments(plan, plan.segments));
   EXPECT_FALSE(are_uniform(plan));
   const std::vector<Plan> segments = plans_of_segments(plan);
   ASSERT_EQ(segments.size(), 2u);
@@ -87,7 +87,7 @@ TEST(InSegments, HaveEqualSharesOfEveryRun) {
     if (src.mesh() == dst.mesh()) continue;
     Plan plan = plan_through({src, dst}, {});
     plan.segments = {0, random.pick(2, 9)};
-    if (!may_go_in(plan, plan.segments) || are_uniform(plan)) continue;
+    if (!can_run_in_segments(plan, plan.segments) || are_uniform(plan)) continue;
     SCOPED_TRACE(concat("seed ", seed, ", pair ", i, ", ", plan.segments.count, " segments: ", src.to_string(), " -> ",
                         dst.to_string()));
     const std::vector<Plan> segments = plans_of_segments(plan);
@@ -132,7 +132,7 @@ TEST(InSegments, SupportRulesThatMakeEqualParts) {
       SCOPED_TRACE(concat(cut.to_string(), ", ", other.to_string()));
       for (Plan plan : {plan_through({cut, other}, {}), plan_through({other, cut}, {})}) {
         plan.segments = {0, 2};
-        ASSERT_TRUE(may_go_in(plan, plan.segments));
+        ASSERT_TRUE(can_run_in_segments(plan, plan.segments));
         simulate(plan);
         EXPECT_EQ(to_bytes(from_bytes(to_bytes(plan))), to_bytes(plan));
       }
@@ -202,7 +202,7 @@ TEST(InSegments, MoveEveryElementOfRandomPairs) {
     for (int t = 0; t < src.ndim(); ++t) {
       for (const int64_t count : {2, 4, 7, 8}) {
         plan.segments = {t, count};
-        if (!may_go_in(plan, plan.segments)) continue;
+        if (!can_run_in_segments(plan, plan.segments)) continue;
         SCOPED_TRACE(concat("seed ", seed, ", pair ", i, ", ", count, " segments of dim ", t, ": ", src.to_string(),
                             " -> ", dst.to_string()));
         const SimulationReport report = simulate(plan);
@@ -247,7 +247,7 @@ TEST(InSegments, TakeAboutThePredictedTime) {
     if (src.mesh() == dst.mesh()) continue;
     Plan plan = make_plan(src, dst, {.topology = topology});
     plan.segments = {0, random.pick(2, 12)};
-    if (plan.steps.size() < 2 || !may_go_in(plan, plan.segments) || are_uniform(plan)) continue;
+    if (plan.steps.size() < 2 || !can_run_in_segments(plan, plan.segments) || are_uniform(plan)) continue;
     const std::vector<Plan> segments = plans_of_segments(plan);
     const auto num_steps = static_cast<int64_t>(plan.steps.size());
     int64_t exact = 0;
@@ -255,7 +255,7 @@ TEST(InSegments, TakeAboutThePredictedTime) {
       std::map<Rank, Traffic> of_ranks;
       for (int64_t s = std::max<int64_t>(stage - plan.segments.count + 1, 0); s <= std::min(stage, num_steps - 1);
            ++s) {
-        const TrafficOfRanks traffic(segments[stage - s].steps[s], plan.lowering);
+        const StepTraffic traffic(segments[stage - s].steps[s], plan.lowering);
         for (const Rank rank : ranks_of(plan)) of_ranks[rank] = of_ranks[rank] + traffic.at(rank);
       }
       int64_t busiest = 0;
@@ -284,7 +284,7 @@ TEST(InSegments, ReduceBeforeAndFillAfterTheCrossing) {
     Plan plan = make_plan(src, dst, {.lowering = lowering});
     ASSERT_GE(plan.steps.size(), 3u);
     plan.segments = {1, 4};
-    ASSERT_TRUE(may_go_in(plan, plan.segments));
+    ASSERT_TRUE(can_run_in_segments(plan, plan.segments));
     simulate(plan);
   }
 }
@@ -349,7 +349,7 @@ TEST(InSegments, PredictedMemoryMatchesPrograms) {
     for (int t = 0; t < src.ndim(); ++t) {
       for (const int64_t count : {2, 5, 8}) {
         plan.segments = {t, count};
-        if (!may_go_in(plan, plan.segments)) continue;
+        if (!can_run_in_segments(plan, plan.segments)) continue;
         SCOPED_TRACE(concat("seed ", seed, ", pair ", i, ", ", count, " segments of dim ", t, ": ", to_string(plan)));
         for (const Plan& segment : plans_of_segments(plan)) {
           ProgramMemory of_segment(segment);
@@ -365,7 +365,7 @@ TEST(InSegments, PredictedMemoryMatchesPrograms) {
           ASSERT_EQ(memory.peak_bytes_by_step(rank), peaks) << "rank " << to_int(rank);
           for (size_t s = 0; s < peaks.size(); ++s) maxima[s] = std::max(maxima[s], peaks[s]);
         }
-        const ProgramMemory::MaxPeaks found = memory.max_peak_bytes_by_step(kMaxRanksWalked);
+        const ProgramMemory::MaxPeaks found = memory.max_peak_bytes_by_step(kMaxRanksExamined);
         ASSERT_TRUE(found.is_exact);
         ASSERT_EQ(found.bytes, maxima);
         (are_uniform(plan) ? num_uniform : num_non_uniform) += 1;
@@ -380,7 +380,7 @@ TEST(InSegments, PredictedMemoryMatchesPrograms) {
 
 // Ranks that differ only in mesh dims that cut the held part serve each other.
 void expect_traffic_of_regions(const Step& step, Lowering lowering) {
-  const StepTraffic traffic(step, lowering);
+  const MeshStepTraffic traffic(step, lowering);
   const int64_t item = step.before.dtype().size_bytes();
   for (int64_t p = 0; p < step.before.mesh().size(); ++p) {
     Traffic counted;
@@ -412,7 +412,7 @@ TEST(InSegments, TrafficMatchesTheRegionsOfRanks) {
     if (src.mesh() == dst.mesh()) continue;
     Plan plan = make_plan(src, dst, {.topology = with_nodes(random.pick(1, 4))});
     plan.segments = {static_cast<int>(random.pick(0, 1)), random.pick(2, 8)};
-    if (!may_go_in(plan, plan.segments) || are_uniform(plan)) continue;
+    if (!can_run_in_segments(plan, plan.segments) || are_uniform(plan)) continue;
     SCOPED_TRACE(concat("seed ", seed, ", pair ", i, ": ", to_string(plan)));
     for (const Plan& segment : plans_of_segments(plan)) {
       for (const Step& step : segment.steps) {

@@ -172,7 +172,7 @@ void check_bounds(const Plan& plan) {
   // If the bound is not exact, it is at most the received bytes.
   expect(t.received_bytes_sum >= bound.bytes_sum, "receives ", t.received_bytes_sum, ", less than the bound ",
          bound.bytes_sum, "\n", to_string(plan));
-  const bool sees_all = std::max(plan.src.mesh().size(), plan.dst.mesh().size()) <= kMaxRanksWalked;
+  const bool sees_all = std::max(plan.src.mesh().size(), plan.dst.mesh().size()) <= kMaxRanksExamined;
   expect(!sees_all || t.received_bytes_max >= bound.bytes_max, "the worst receives ", t.received_bytes_max,
          ", less than the bound ", bound.bytes_max, "\n", to_string(plan));
 }
