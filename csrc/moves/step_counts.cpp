@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -313,6 +314,18 @@ TimedSegments best_timed_segments(const Plan& plan) {
   }
   if (may_be_non_uniform) try_non_uniform(plan, pipeline, best);
   return best;
+}
+
+int64_t segments_lower_bound(std::span<const int64_t> times, int64_t latencies) {
+  int64_t longest = 0;
+  int64_t all = 0;
+  for (const int64_t time : times) {
+    longest = std::max(longest, time);
+    all = saturating_sum(all, time);
+  }
+  const double others = static_cast<double>(all - longest);
+  const double others_and_latencies = 2 * std::sqrt(others * static_cast<double>(latencies));
+  return longest + std::max<int64_t>(static_cast<int64_t>(others_and_latencies) - latencies, 0);
 }
 
 Segments best_segments(const Plan& plan) {

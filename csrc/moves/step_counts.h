@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 
 #include "cost/cost.h"
 #include "exchange/exchange.h"
@@ -52,5 +53,14 @@ struct TimedSegments {
   int64_t picoseconds = 0;
 };
 TimedSegments best_timed_segments(const Plan& plan);
+
+// Returns a lower bound on the time of a plan in any number of segments. `times` has the time of each move, `latencies`
+// the sum of their latencies. With n segments, the longest move takes its full time, every other move 1/n of its time,
+// and all latencies are paid n - 1 more times:
+//
+//   longest + others / n + (n - 1) * latencies,  which is least for n = sqrt(others / latencies)
+//
+// Example: moves of 12, 4 and 2 us with latencies of 1.5 us: 12 + 2 sqrt(6 x 1.5) - 1.5 = 16.5 us, with 2 segments.
+int64_t segments_lower_bound(std::span<const int64_t> times, int64_t latencies);
 
 }  // namespace shardwright

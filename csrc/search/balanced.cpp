@@ -16,12 +16,12 @@ namespace {
 
 // Maximum number of times that stripes are recomputed from the elements that ranks send.
 constexpr int kMaxIterations = 3;
-constexpr int64_t kLeastUnits = 24;  // minimum number of units per stripe; see unit_of()
+constexpr int64_t kMinUnits = 24;  // minimum number of units per stripe; see stripe_unit()
 
-// The cut that makes the stripes, whose lengths may change.
+// The cut that makes the stripes.
 struct StripedDim {
-  int tensor_dim = 0;  // the tensor dim that it cuts
-  int64_t list = 0;    // length of the lists that the cut divides
+  int tensor_dim = 0;       // the tensor dim that it cuts
+  int64_t list_length = 0;  // length of the lists that the cut divides
 };
 
 // Returns the cut by a mesh dim. Returns nullopt unless the mesh dim is the last to cut its tensor dim, and cuts lists
@@ -37,33 +37,36 @@ std::optional<StripedDim> striped_dim(const Layout& stripes, int mesh_dim) {
   return std::nullopt;
 }
 
-// Returns shares of `amount` for workers that have already done some work and do `times` work per unit, such that the
-// busiest worker does as little as possible.
-std::vector<int64_t> filled_up(const std::vector<int64_t>& done, int64_t times, int64_t amount) {
-  const auto takes = [&](int64_t level, size_t worker) { return std::max<int64_t>(level - done[worker], 0) / times; };
+// Divides `amount` units among workers such that the busiest worker does as little work as possible. Worker i has done
+// done[i] work already, and each unit takes `times` work. The shares may sum to a little more than `amount`.
+//
+// Example: done = {7, 14, 14, 14, 0, 0, 0, 0}, times = 7, amount = 56. No worker should exceed a level of work; 56 is
+// the least level up to which all workers together do at least 56 units: 7 + 6 + 6 + 6 + 8 + 8 + 8 + 8 = 57.
+std::vector<int64_t> water_fill(const std::vector<int64_t>& done, int64_t times, int64_t amount) {
+  const auto share = [&](int64_t level, size_t worker) { return std::max<int64_t>(level - done[worker], 0) / times; };
   int64_t low = 0;
   int64_t high = *std::max_element(done.begin(), done.end()) + times * amount;
   while (low < high) {
     const int64_t level = low + (high - low) / 2;
     int64_t all = 0;
-    for (size_t i = 0; i < done.size(); ++i) all += takes(level, i);
+    for (size_t i = 0; i < done.size(); ++i) all += share(level, i);
     (all < amount ? low : high) = all < amount ? level + 1 : level;
   }
   std::vector<int64_t> shares;
-  for (size_t i = 0; i < done.size(); ++i) shares.push_back(takes(low, i));
+  for (size_t i = 0; i < done.size(); ++i) shares.push_back(share(low, i));
   return shares;
 }
 
-// Returns the unit of stripe lengths: the largest that leaves kLeastUnits units per stripe. It should be large because
-// every segment has a part of each unit.
-int64_t unit_of(int64_t list, int64_t stripes) {
+// Returns the unit of stripe lengths: the largest power of two that divides the list and leaves kMinUnits units per
+// stripe. A large unit allows many equal segments, because segments divide units.
+int64_t stripe_unit(int64_t list_length, int64_t stripes) {
   int64_t unit = 1;
-  while (list % (2 * unit) == 0 && list / (2 * unit) >= kLeastUnits * stripes) unit *= 2;
+  while (list_length % (2 * unit) == 0 && list_length / (2 * unit) >= kMinUnits * stripes) unit *= 2;
   return unit;
 }
 
-// Returns lengths that sum to `length` and are in proportion to the shares. The ends of the ranges are rounded.
-std::vector<int64_t> lengths_of(const std::vector<int64_t>& shares, int64_t length) {
+// Returns lengths that sum to `length` and are in proportion to the shares, up to rounding.
+std::vector<int64_t> proportional_lengths(const std::vector<int64_t>& shares, int64_t length) {
   __int128 all = 0;
   for (const int64_t share : shares) all += share;
   std::vector<int64_t> lengths;
@@ -85,7 +88,8 @@ Layout with_lengths(const Layout& stripes, const StripedDim& striped, const std:
   return stripes.with(std::move(cuts), std::vector<Placement>(stripes.mesh().ndim(), Placement::replicate()));
 }
 
-// Returns, by coordinate on `mesh_dim`, the elements that the busiest rank sends in the crossing.
+// Returns, for each coordinate on `mesh_dim`, the elements that the busiest rank with this coordinate sends in the
+// crossing.
 std::vector<int64_t> sent_by_coordinate(const Layout& before, const Layout& stripes, int mesh_dim) {
   const GridExchange crossing(before, stripes, ReplicaPolicy::kEvenBytes);
   const Mesh& mesh = stripes.mesh();
@@ -109,9 +113,9 @@ std::optional<Layout> balanced(const Layout& before, const Layout& stripes, cons
     striped = found;
     mesh_dim = d;
   }
-  if (!striped || striped->list == 0) return std::nullopt;
+  if (!striped || striped->list_length == 0) return std::nullopt;
   const int64_t times = mesh.dim_size(mesh_dim) - 1;
-  const int64_t unit = unit_of(striped->list, times + 1);
+  const int64_t unit = stripe_unit(striped->list_length, times + 1);
   // The elements that a rank holds once this mesh dim is gathered.
   std::vector<std::vector<Cut>> without = stripes.cuts();
   without[striped->tensor_dim].pop_back();
@@ -119,8 +123,8 @@ std::optional<Layout> balanced(const Layout& before, const Layout& stripes, cons
                                .largest_part_elements();
   Layout best = stripes;
   for (int iteration = 0; iteration < kMaxIterations; ++iteration) {
-    const std::vector<int64_t> shares = filled_up(sent_by_coordinate(before, best, mesh_dim), times, elements);
-    std::vector<int64_t> lengths = lengths_of(shares, striped->list / unit);
+    const std::vector<int64_t> shares = water_fill(sent_by_coordinate(before, best, mesh_dim), times, elements);
+    std::vector<int64_t> lengths = proportional_lengths(shares, striped->list_length / unit);
     for (int64_t& length : lengths) length *= unit;
     best = with_lengths(stripes, *striped, lengths);
   }
@@ -129,8 +133,8 @@ std::optional<Layout> balanced(const Layout& before, const Layout& stripes, cons
 
 namespace {
 
-// Maximum number of runs of parts that are divided into stripes.
-constexpr size_t kMostRunsDivided = 1 << 12;
+// Maximum number of runs, over all receivers' parts, that are divided into stripes.
+constexpr size_t kMaxRunsDivided = 1 << 12;
 
 // A receiver: the ranks that differ only in mesh dims that cut other tensor dims. They need the same part of the tensor
 // dim.
@@ -139,18 +143,17 @@ struct Receiver {
   int64_t position = 0;  // the rank with coordinate 0 on mesh dims that cut other tensor dims
 };
 
-// The receivers of a layout, in the order of the parts of a tensor dim that they need. Mesh dims that cut other tensor
-// dims stay mesh dims.
+// The receivers of a layout, sorted by the part of the tensor dim that they need.
 class Receivers {
  public:
   Receivers(const Layout& goal, int tensor_dim) : goal_(goal), tensor_dim_(tensor_dim) {
     const Mesh& mesh = goal.mesh();
     for (int t = 0; t < goal.ndim(); ++t) {
-      if (t != tensor_dim) others_ = others_ | dims_of(goal.cuts(t));
+      if (t != tensor_dim) other_dims_ = other_dims_ | dims_of(goal.cuts(t));
     }
     for (int64_t p = 0; p < mesh.size(); ++p) {
       bool is_first = true;
-      for (const int d : others_.to_vector()) is_first = is_first && mesh.coordinate(p, d) == 0;
+      for (const int d : other_dims_.to_vector()) is_first = is_first && mesh.coordinate(p, d) == 0;
       if (!is_first) continue;
       all_.push_back({part_at(mesh, goal.shape()[tensor_dim], goal.cuts(tensor_dim), p), p});
       runs_ += all_.back().part.size();
@@ -163,7 +166,7 @@ class Receivers {
                      [&](const Receiver& a, const Receiver& b) { return begin_of(a) < begin_of(b); });
   }
 
-  bool can_divide() const { return runs_ <= kMostRunsDivided; }
+  bool can_divide() const { return runs_ <= kMaxRunsDivided; }
   size_t size() const { return all_.size(); }
   const IntervalList& part(size_t i) const { return all_[i].part; }  // indices that the i-th receiver needs
 
@@ -174,14 +177,15 @@ class Receivers {
     return end - i;
   }
 
-  // Returns the layout in which the i-th receiver has a stripe of lengths[i].
-  Layout with(const std::vector<int64_t>& lengths) const {
+  // Returns the layout in which the i-th receiver has a stripe of lengths[i]. Its mesh has a dim of receivers, and the
+  // mesh dims that cut other tensor dims.
+  Layout layout_with(const std::vector<int64_t>& lengths) const {
     const Mesh& mesh = goal_.mesh();
     std::vector<std::string> names{"relay"};
     std::vector<int64_t> sizes{static_cast<int64_t>(all_.size())};
     std::vector<Placement> placements{Placement::cut(tensor_dim_, rule_of(stripes(lengths)))};
     std::vector<int> new_dims(mesh.ndim());  // by old mesh dim
-    for (const int d : others_.to_vector()) {
+    for (const int d : other_dims_.to_vector()) {
       new_dims[d] = static_cast<int>(names.size());
       names.push_back(concat("other.", mesh.dim_names()[d]));
       sizes.push_back(mesh.dim_size(d));
@@ -189,7 +193,7 @@ class Receivers {
     }
     std::vector<int64_t> ranks;
     for (const Receiver& receiver : all_) {
-      for (const int64_t p : receiver_positions(receiver.position)) {
+      for (const int64_t p : positions_of(receiver.position)) {
         ranks.push_back(to_int(mesh.rank_at(Position{p})));
       }
     }
@@ -209,7 +213,7 @@ class Receivers {
     std::vector<int64_t> all;
     for (const Receiver& receiver : all_) {
       all.push_back(0);
-      for (const int64_t p : receiver_positions(receiver.position)) {
+      for (const int64_t p : positions_of(receiver.position)) {
         all.back() = std::max(all.back(), crossing.num_elements(goal_.mesh().rank_at(Position{p}), Direction::kSend));
       }
     }
@@ -217,7 +221,7 @@ class Receivers {
   }
 
  private:
-  // Returns the elements of each receiver if receivers of the same part divide it into stripes of these lengths.
+  // Returns the indices of each receiver if receivers of the same part divide it into stripes of these lengths.
   std::vector<std::vector<Interval>> stripes(const std::vector<int64_t>& lengths) const {
     std::vector<std::vector<Interval>> lists;
     int64_t begin = 0;
@@ -231,9 +235,9 @@ class Receivers {
   }
 
   // Returns the positions that differ from this one only in mesh dims that cut other tensor dims, row-major.
-  std::vector<int64_t> receiver_positions(int64_t position) const {
+  std::vector<int64_t> positions_of(int64_t position) const {
     std::vector<int64_t> positions{position};
-    for (const int d : others_.to_vector()) {
+    for (const int d : other_dims_.to_vector()) {
       std::vector<int64_t> more;
       for (const int64_t p : positions) {
         for (int64_t c = 0; c < goal_.mesh().dim_size(d); ++c) more.push_back(p + c * goal_.mesh().stride(d));
@@ -245,7 +249,7 @@ class Receivers {
 
   const Layout& goal_;
   int tensor_dim_;
-  MeshDimSet others_;          // mesh dims that cut other tensor dims
+  MeshDimSet other_dims_;      // mesh dims that cut other tensor dims
   std::vector<Receiver> all_;  // sorted by part
   size_t runs_ = 0;            // number of runs of all parts together
 };
@@ -258,7 +262,8 @@ std::optional<Layout> balanced_relays(const Layout& before, const Layout& goal, 
   if (!receivers.can_divide() || goal.num_elements() == 0 || goal.replicated_dims().empty()) return std::nullopt;
   std::vector<std::vector<Cut>> without = goal.cuts();
   without[tensor_dim].clear();
-  const int64_t others =
+  // The elements of a rank's part per index of the tensor dim.
+  const int64_t elements_per_index =
       goal.with(std::move(without), std::vector<Placement>(goal.mesh().ndim(), Placement::replicate()))
           .largest_part_elements() /
       n;
@@ -269,15 +274,16 @@ std::optional<Layout> balanced_relays(const Layout& before, const Layout& goal, 
     for (size_t i = 0; i < receivers.size(); i += receivers.num_equal_parts(i)) {
       const size_t count = receivers.num_equal_parts(i);
       const int64_t length = shardwright::length(receivers.part(i));
-      const int64_t unit = length == 0 ? 1 : unit_of(length, static_cast<int64_t>(count));
-      const std::vector<int64_t> own(done.begin() + static_cast<int64_t>(i),
-                                     done.begin() + static_cast<int64_t>(i + count));
-      const std::vector<int64_t> shares = count > 1 && length > 0
-                                              ? filled_up(own, static_cast<int64_t>(count) - 1, length * others)
-                                              : std::vector<int64_t>(count, 1);
-      for (const int64_t units : lengths_of(shares, length / unit)) lengths.push_back(units * unit);
+      const int64_t unit = length == 0 ? 1 : stripe_unit(length, static_cast<int64_t>(count));
+      const std::vector<int64_t> done_by_these(done.begin() + static_cast<int64_t>(i),
+                                               done.begin() + static_cast<int64_t>(i + count));
+      const std::vector<int64_t> shares =
+          count > 1 && length > 0
+              ? water_fill(done_by_these, static_cast<int64_t>(count) - 1, length * elements_per_index)
+              : std::vector<int64_t>(count, 1);
+      for (const int64_t units : proportional_lengths(shares, length / unit)) lengths.push_back(units * unit);
     }
-    best = receivers.with(lengths);
+    best = receivers.layout_with(lengths);
     done = receivers.sent(GridExchange(before, *best, ReplicaPolicy::kEvenBytes));
   }
   return best;

@@ -3,10 +3,12 @@
 // A *crossing* is a move from a layout on one mesh to a layout on another. If several ranks need one part, each
 // receives a *stripe* of the part in the crossing, and then they gather the stripes.
 //
-// Example: of 56 rows, ranks 0 to 3 hold 14 each, and ranks 0 to 7 need all. Each receives a stripe and sends it to the
-// seven others. With equal stripes of 7 rows, each of ranks 0 to 3 sends 7 or 14 of its rows to the ranks with their
-// stripes, and its own stripe seven times: 63 rows. With stripes of 6 rows for ranks 0 to 3 and of 8 for the others,
-// every rank sends 56 rows, which is also what ranks 4 to 7 receive.
+// Example: of 56 rows, ranks 0 to 3 hold 14 each, and ranks 0 to 7 need all. Each receives a stripe in the crossing and
+// sends it to the seven others in the gather.
+//
+//   stripes                    rows sent by ranks 0 to 7, crossing + 7 x stripe
+//   7, 7, 7, 7, 7, 7, 7, 7     7 + 49, 14 + 49, 14 + 49, 14 + 49, 49, 49, 49, 49: at most 63
+//   7, 6, 6, 6, 7, 8, 8, 8     7 + 49, 14 + 42, 14 + 42, 14 + 42, 49, 56, 56, 56: at most 56
 #pragma once
 
 #include <optional>

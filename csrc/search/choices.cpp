@@ -16,7 +16,7 @@ Layout with_cuts(const Layout& layout, Cuts cuts) {
 
 Layout without_partials(const Layout& layout) { return with_cuts(layout, layout.cuts()); }
 
-std::vector<int> tensor_dims_of(const Layout& src, const Layout& goal) {
+std::vector<int> tensor_dims_to_cut(const Layout& src, const Layout& goal) {
   std::vector<int> dims;
   int uncut_dim = -1;
   for (int t = 0; t < src.ndim(); ++t) {
@@ -30,15 +30,15 @@ std::vector<int> tensor_dims_of(const Layout& src, const Layout& goal) {
   return dims;
 }
 
-void Choices::may_cut(int mesh_dim) {
-  for (const int t : tensor_dims_) others_[mesh_dim].push_back(t);
+void Choices::allow_cut(int mesh_dim) {
+  for (const int t : tensor_dims_) alternatives_[mesh_dim].push_back(t);
 }
 
-// Breadth-first: layouts with one changed mesh dim, then with two, and so on.
+// Breadth-first over the number of changed mesh dims.
 std::vector<Layout> Choices::all() const {
   std::vector<std::map<int, int>> chosen{{}};
   for (size_t i = 0; i < chosen.size() && chosen.size() < kMaxLayouts; ++i) {
-    for (const auto& [mesh_dim, others] : others_) {
+    for (const auto& [mesh_dim, others] : alternatives_) {
       if (!chosen[i].empty() && chosen[i].rbegin()->first >= mesh_dim) continue;
       for (const int tensor_dim : others) {
         chosen.push_back(chosen[i]);
@@ -54,14 +54,14 @@ std::vector<Layout> Choices::all() const {
   return layouts;
 }
 
-// A cut other than into chunks may depend on the list that the earlier cuts leave, so earlier cuts must not change.
+// The rule of a cut that is not into chunks may be wrong for another list, so the cuts before it must not change.
 bool Choices::preserves_rules(const std::map<int, int>& chosen) const {
   for (const std::vector<Cut>& list : layout_.cuts()) {
     bool is_changed = false;
     for (const Cut& cut : list) {
-      const bool is_taken_away = chosen.contains(cut.mesh_dim);
-      if (is_changed && !is_taken_away && !cut.rule.is_chunks()) return false;
-      is_changed = is_changed || is_taken_away;
+      const bool cuts_elsewhere = chosen.contains(cut.mesh_dim);
+      if (is_changed && !cuts_elsewhere && !cut.rule.is_chunks()) return false;
+      is_changed = is_changed || cuts_elsewhere;
     }
   }
   return true;

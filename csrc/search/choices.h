@@ -10,29 +10,32 @@ namespace shardwright {
 
 // Returns the tensor dims that `src` or `goal` cuts, and the longest tensor dim that neither cuts. A cut of a shorter
 // uncut tensor dim would give an equivalent layout.
-std::vector<int> tensor_dims_of(const Layout& src, const Layout& goal);
+std::vector<int> tensor_dims_to_cut(const Layout& src, const Layout& goal);
 
 // Returns the layout with the same cuts and no partials.
 Layout without_partials(const Layout& layout);
 
-// The alternatives to a layout without partials. all() returns the layout itself first, then layouts in which few mesh
-// dims differ, and at most kMaxLayouts.
+// A layout without partials, and the layouts that differ from it in some mesh dims.
+//
+// Example: 2 x 2 ranks with [S(0), R], tensor dims 0 and 1. After allow_cut(1), all() returns [S(0), R], [S(0), S(0)]
+// and [S(0), S(1)].
 class Choices {
  public:
   Choices(const Layout& layout, const std::vector<int>& tensor_dims) : layout_(layout), tensor_dims_(tensor_dims) {}
 
   // Allows a mesh dim to cut any of `tensor_dims` instead of what it cuts in the layout.
-  void may_cut(int mesh_dim);
+  void allow_cut(int mesh_dim);
   // Allows a mesh dim to cut nothing.
-  void may_be_replicated(int mesh_dim) { others_[mesh_dim].push_back(kReplicated); }
+  void allow_replicated(int mesh_dim) { alternatives_[mesh_dim].push_back(kReplicated); }
 
+  // Returns the layout itself, then layouts with one changed mesh dim, then with two, and so on; at most kMaxLayouts.
   std::vector<Layout> all() const;
 
  private:
   static constexpr int kReplicated = -1;
   static constexpr size_t kMaxLayouts = 64;
 
-  // Returns true if all remaining cuts, except cuts into chunks, still divide the same lists. `chosen` has the new
+  // Returns true if every unchanged cut that is not into chunks still divides the same lists. `chosen` has the new
   // tensor dim, or kReplicated, of each changed mesh dim.
   bool preserves_rules(const std::map<int, int>& chosen) const;
   // Returns the layout with these changes.
@@ -40,7 +43,8 @@ class Choices {
 
   const Layout layout_;
   const std::vector<int>& tensor_dims_;
-  std::map<int, std::vector<int>> others_;  // by mesh dim: the tensor dims that it may cut instead, or kReplicated
+  std::map<int, std::vector<int>>
+      alternatives_;  // by mesh dim: the tensor dims that it may cut instead, or kReplicated
 };
 
 }  // namespace shardwright

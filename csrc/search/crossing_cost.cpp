@@ -20,16 +20,16 @@ Cost CrossingCost::of(const Step& step, const GridExchange& crossing, const Step
 std::optional<std::pair<Step, Cost>> CrossingCost::cheapest(const Layout& before, const Layout& after,
                                                             const std::function<bool(const Cost&)>& is_worth) const {
   Step step{StepOp::kCross, {}, before, after, ReplicaPolicy::kWholeMessages};
-  const GridExchange in_messages = crossing_of(step);
-  const GridExchange to_the_element = in_messages.with_policy(ReplicaPolicy::kEvenBytes);
-  const StepCounts least = in_messages.maxima_lower_bound();  // lower bounds for both policies
-  if (!is_worth(of(step, in_messages, least)) && !is_worth(of(step, to_the_element, least))) return std::nullopt;
-  const StepCounts maxima = in_messages.totals().maxima;
-  const Cost of_messages = of(step, in_messages, maxima);
-  if (maxima.sent_bytes <= maxima.received_bytes) return std::pair(std::move(step), of_messages);
-  const Cost of_elements = of(step, to_the_element, to_the_element.totals().maxima);
-  if (of_elements < of_messages) step.policy = ReplicaPolicy::kEvenBytes;
-  return std::pair(std::move(step), std::min(of_messages, of_elements));
+  const GridExchange whole_messages = crossing_of(step);
+  const GridExchange even_bytes = whole_messages.with_policy(ReplicaPolicy::kEvenBytes);
+  const StepCounts least = whole_messages.maxima_lower_bound();  // lower bounds for both policies
+  if (!is_worth(of(step, whole_messages, least)) && !is_worth(of(step, even_bytes, least))) return std::nullopt;
+  const StepCounts maxima = whole_messages.totals().maxima;
+  const Cost whole_messages_cost = of(step, whole_messages, maxima);
+  if (maxima.sent_bytes <= maxima.received_bytes) return std::pair(std::move(step), whole_messages_cost);
+  const Cost even_bytes_cost = of(step, even_bytes, even_bytes.totals().maxima);
+  if (even_bytes_cost < whole_messages_cost) step.policy = ReplicaPolicy::kEvenBytes;
+  return std::pair(std::move(step), std::min(whole_messages_cost, even_bytes_cost));
 }
 
 }  // namespace shardwright

@@ -19,9 +19,10 @@ class CrossingCost {
 
   bool is_for_time() const { return options_.objective == Objective::kTime; }
 
-  // Returns the cost of any step, from its maxima over ranks and its predicted time.
+  // Returns the cost of a step, from its maxima over ranks and its predicted time.
   Cost of(const Step& step, const StepCounts& maxima, int64_t picoseconds) const;
-  // Returns the cost of a crossing; `crossing` has its messages. If `maxima` are lower bounds, so is the cost.
+  // Returns the cost of a step that is a crossing with the messages of `crossing`. If `maxima` are lower bounds, so is
+  // the cost.
   Cost of(const Step& step, const GridExchange& crossing, const StepCounts& maxima) const;
 
   // Returns the cheaper of the crossings with ReplicaPolicy::kWholeMessages and ReplicaPolicy::kEvenBytes, and its

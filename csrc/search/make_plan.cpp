@@ -23,7 +23,7 @@ namespace {
 
 using Cuts = std::vector<std::vector<Cut>>;
 
-// The mesh dims that are partial on either side, by their change.
+// The mesh dims that are partial in the source or the destination, by their change.
 struct PartialWork {
   MeshDimSet reduced;      // P -> R or S
   MeshDimSet partitioned;  // R -> P
@@ -79,8 +79,8 @@ Layout without_partials(const Layout& layout, MeshDimSet dims, Cuts cuts) {
   return layout.with(std::move(cuts), partials);
 }
 
-// The partial work between two meshes, where the reductions of both sides are independent. A destination that is P(sum)
-// receives parts, and zeros are filled in elsewhere.
+// Returns the partial work between two meshes, where the mesh dims of the two sides are independent. Ranks of a
+// destination that is P(sum) receive parts and fill in zeros elsewhere.
 PartialWork partial_work_between(const Layout& src, const Layout& dst) {
   PartialWork work;
   work.reduced = src.partial_dims();
@@ -93,12 +93,13 @@ PartialWork partial_work_between(const Layout& src, const Layout& dst) {
   return work;
 }
 
-PartialWork work_between(const Layout& src, const Layout& dst) {
+// Returns the partial work on one mesh or between two.
+PartialWork any_partial_work(const Layout& src, const Layout& dst) {
   return src.mesh() == dst.mesh() ? partial_work(src, dst) : partial_work_between(src, dst);
 }
 
 // Returns the goal of the search: `dst` before any mesh dim becomes partial. A mesh dim that will be zero-filled stays
-// cut, innermost, so that the fill is local. It keeps its own rule if the rule cuts the same parts there. Between two
+// cut, innermost, so that the fill is local. It keeps the source's rule if that cuts the same list there. Between two
 // meshes it cuts the longest tensor dim.
 Layout goal_of(const Layout& src, const Layout& dst, const PartialWork& work) {
   Cuts goal_cuts = dst.cuts();
@@ -110,10 +111,10 @@ Layout goal_of(const Layout& src, const Layout& dst, const PartialWork& work) {
   for (int t = 0; t < src.ndim(); ++t) {
     for (const Cut& c : src.cuts(t)) {
       if (!work.zero_filled.contains(c.mesh_dim)) continue;
-      const std::vector<Cut>& before = goal_cuts[t];
-      const bool finds_the_same = before.size() < src.cuts(t).size() && src.cuts(t)[before.size()] == c &&
-                                  std::equal(before.begin(), before.end(), src.cuts(t).begin());
-      const bool keeps_rule = finds_the_same && !c.rule.is_strided_or_chunks();
+      const std::vector<Cut>& earlier = goal_cuts[t];
+      const bool follows_same_cuts = earlier.size() < src.cuts(t).size() && src.cuts(t)[earlier.size()] == c &&
+                                     std::equal(earlier.begin(), earlier.end(), src.cuts(t).begin());
+      const bool keeps_rule = follows_same_cuts && !c.rule.is_strided_or_chunks();
       goal_cuts[t].push_back({c.mesh_dim, keeps_rule ? c.rule : CutRule()});
     }
   }
@@ -165,7 +166,7 @@ Plan plan_through(const std::vector<Layout>& layouts, const PlanOptions& options
              ", got ", crossings, "; list layouts on the source's mesh first, then those on the destination's");
   for (size_t i = 0; i + 1 < layouts.size(); ++i) {
     check_same_tensor(layouts[i], layouts[i + 1]);
-    work_between(layouts[i], layouts[i + 1]);  // throws for P(sum) to P(max), where no data would move
+    any_partial_work(layouts[i], layouts[i + 1]);  // throws for P(sum) to P(max), where no data would move
     if (needs_rearrangement(layouts[i], layouts[i + 1]) && !only_reduces(layouts[i], layouts[i + 1])) {
       const Plan part = make_plan(layouts[i], layouts[i + 1], options);
       plan.steps.insert(plan.steps.end(), part.steps.begin(), part.steps.end());
@@ -193,12 +194,12 @@ Plan plan_through(const std::vector<Layout>& layouts, const PlanOptions& options
 
 Plan make_plan(const Layout& src, const Layout& dst, const PlanOptions& options) {
   Plan plan = empty_plan(src, dst, options);
-  const PartialWork work = work_between(src, dst);
+  const PartialWork work = any_partial_work(src, dst);
   if (src == dst) return plan;
-  // The search itself finds equal parts of chunks and strided cuts.
-  const bool may_hold_the_same = (has_rules(src) || has_rules(dst)) && src.mesh() == dst.mesh() &&
-                                 src.flattened() == dst.flattened() && src.partial_dims() == dst.partial_dims();
-  if (may_hold_the_same && same_parts(src, dst)) return plan;
+  // Layouts of other rules are compared here; the search itself finds equal parts of chunks and strided cuts.
+  const bool may_have_same_parts = (has_rules(src) || has_rules(dst)) && src.mesh() == dst.mesh() &&
+                                   src.flattened() == dst.flattened() && src.partial_dims() == dst.partial_dims();
+  if (may_have_same_parts && same_parts(src, dst)) return plan;
 
   const Layout goal = goal_of(src, dst, work);
   if (needs_rearrangement(src, goal)) {

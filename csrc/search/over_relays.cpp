@@ -12,17 +12,19 @@ namespace shardwright {
 namespace {
 
 // Maximum number of shapes for which plans are computed, and of their levels between nodes and within nodes.
-constexpr size_t kMostShapes = 3;
-constexpr int64_t kMostLevels = 12;
-constexpr int64_t kMostLevelsInside = 3;
+constexpr size_t kMaxShapes = 3;
+constexpr int64_t kMaxLevels = 12;
+constexpr int64_t kMaxLevelsInside = 3;
 
-// Returns the number of messages that each rank sends in every crossing but the first. This number minimizes the
-// messages of all crossings together. `many` is the number of ranks to reach. In the first crossing `few` ranks reach
-// the first relays.
-int64_t messages_of_relays(int64_t few, int64_t many, int64_t levels) {
+// Returns the number of messages that each rank sends in every crossing but the first, such that the sum over all
+// crossings is smallest. `many` is the number of ranks to reach; `few` ranks send in the first crossing.
+//
+// Example: few = 1, many = 2048, levels = 2. With 45 messages per relay, ceil(2048 / 46) = 45 relays are needed, so the
+// sum is 45 + 45; no other number has a smaller sum.
+int64_t messages_per_relay(int64_t few, int64_t many, int64_t levels) {
   int64_t best = 1;
   int64_t least = many + levels;
-  // With more messages, those of the later crossings alone are at least as many as the best total so far.
+  // Stops once the messages of the later crossings alone are as many as the smallest sum so far.
   for (int64_t messages = 1; levels > 1 && (levels - 1) * messages < least; ++messages) {
     int64_t left = many;
     for (int64_t i = 1; i < levels; ++i) left = ceil_divide(left, messages + 1);
@@ -34,7 +36,7 @@ int64_t messages_of_relays(int64_t few, int64_t many, int64_t levels) {
   return best;
 }
 
-// Returns the least block size with which blocks nested `levels` deep have at least `ranks` ranks.
+// Returns the smallest block size b with b^levels >= ranks: blocks of blocks, `levels` deep, then have all ranks.
 int64_t min_block_size(int64_t ranks, int64_t levels) {
   int64_t block = 2;
   const auto has_all = [&] {
@@ -60,7 +62,7 @@ RelayShapes::RelayShapes(const Layout& many, const Topology& topology) : topolog
 int64_t RelayShapes::time(const Shape& shape, int64_t few) const {
   int64_t all = 0;
   int64_t reached = members_;
-  const auto add = [&](int64_t messages, const Link& link) {
+  const auto add_crossing = [&](int64_t messages, const Link& link) {
     const int64_t bytes = bytes_ * ceil_divide(parts_, reached);
     const int64_t each = saturating_sum(link.message_ps, picoseconds_for(bytes, link.ps_per_kib));
     all = saturating_sum(all, saturating_sum(topology_.step_ps, saturating_product(messages, each)));
@@ -69,26 +71,26 @@ int64_t RelayShapes::time(const Shape& shape, int64_t few) const {
     const int64_t block = min_block_size(topology_.ranks_per_node, shape.levels_inside);
     const int64_t nodes = ceil_divide(members_, topology_.ranks_per_node);
     for (int64_t i = 0; i < shape.levels_inside; ++i) {
-      add(block - 1, topology_.inside);
+      add_crossing(block - 1, topology_.inside);
       reached = std::max(ceil_divide(reached, block), nodes);
     }
   }
   const Link& link = topology_.ranks_per_node > 0 ? topology_.between : topology_.inside;
-  const int64_t messages = messages_of_relays(few, reached, shape.levels);
+  const int64_t messages = messages_per_relay(few, reached, shape.levels);
   for (int64_t i = 1; i < shape.levels; ++i) {
-    add(messages, link);
+    add_crossing(messages, link);
     reached = ceil_divide(reached, messages + 1);
   }
-  add(ceil_divide(reached, few), link);
+  add_crossing(ceil_divide(reached, few), link);
   return all;
 }
 
 std::vector<RelayShapes::Shape> RelayShapes::all(int64_t few) const {
   const bool has_nodes = topology_.ranks_per_node > 1 && members_ > topology_.ranks_per_node;
   std::vector<Shape> shapes;
-  for (int64_t inside = 0; inside <= (has_nodes ? kMostLevelsInside : 0); ++inside) {
+  for (int64_t inside = 0; inside <= (has_nodes ? kMaxLevelsInside : 0); ++inside) {
     const int64_t least = inside == 0 ? 2 : 1;
-    for (int64_t levels = least; levels <= kMostLevels; ++levels) {
+    for (int64_t levels = least; levels <= kMaxLevels; ++levels) {
       shapes.push_back({0, levels, inside});
       shapes.back().picoseconds = time(shapes.back(), few);
       const bool takes_longer = levels > least && shapes.back().picoseconds > shapes[shapes.size() - 2].picoseconds;
@@ -125,7 +127,7 @@ class RelaySearch {
     const int64_t few = num_senders(shapes.members());
     // Shapes are computed from sizes alone, so some have no relays: for example within nodes of one rank each.
     for (size_t tried = 0; const RelayShapes::Shape& shape : shapes.all(few)) {
-      if (tried == kMostShapes) break;
+      if (tried == kMaxShapes) break;
       auto relays = relays_in(shape, few, shapes.members());
       if (!relays) continue;
       ++tried;
@@ -137,7 +139,7 @@ class RelaySearch {
  private:
   const Layout& many() const { return fans_out_ ? to_ : from_; }
   const Layout& few() const { return fans_out_ ? from_ : to_; }
-  // Returns true if crossings of this cost are worth it and the cheapest so far.
+  // Returns true if is_worth accepts this cost and no cheaper crossings were found.
   bool improves(const Cost& cost) const { return is_worth_(cost) && (!best_ || cost < best_->cost); }
   // Returns true if no relay holds more than options.max_held.
   bool is_allowed(const Layout& relays) const {
@@ -166,7 +168,7 @@ class RelaySearch {
       if (!add(i > 1 ? min_block_size(ranks, shape.levels_inside) : ranks, ranks)) return std::nullopt;
     }
     const int64_t messages =
-        messages_of_relays(ranks_of_few, all.empty() ? members : all.back().mesh().size(), shape.levels);
+        messages_per_relay(ranks_of_few, all.empty() ? members : all.back().mesh().size(), shape.levels);
     for (int64_t i = 1; i < shape.levels; ++i) {
       if (!add(messages + 1, 0)) return std::nullopt;
     }

@@ -22,7 +22,7 @@ struct StepSequence {
   int64_t sent_bytes = 0;      // sum over steps of the bytes that the worst rank sends
 };
 
-// Returns the longest dim of the largest part.
+// Returns the longest tensor dim of the largest part.
 size_t longest_dim(const Layout& layout) {
   const std::vector<int64_t> sizes = layout.local_shape(layout.largest_position());
   return static_cast<size_t>(std::max_element(sizes.begin(), sizes.end()) - sizes.begin());
@@ -119,8 +119,8 @@ class Sequences {
     return order(a) < order(b);
   }
 
-  // Returns a lower bound on the time of two steps in which some rank receives this many bytes.
-  int64_t least_of_two_steps(int64_t received_bytes) const {
+  // Returns a lower bound on the time of two steps in which some rank receives this many bytes over the fastest link.
+  int64_t two_steps_lower_bound(int64_t received_bytes) const {
     int64_t ps_per_kib = std::min(topology_.inside.ps_per_kib, topology_.between.ps_per_kib);
     for (const auto& [mesh_dim, link] : topology_.mesh_dims) ps_per_kib = std::min(ps_per_kib, link.ps_per_kib);
     return saturating_sum(2 * topology_.step_ps, picoseconds_for(received_bytes, ps_per_kib));
@@ -173,7 +173,7 @@ std::vector<Step> cheapest_rearrangement(const Layout& src, const Layout& goal, 
   const MeshDimSet to_reduce = src.partial_dims() - kept;
   const Sequences sequences(options, topology);
   std::optional<StepSequence> best;
-  const auto take_if_better = [&](StepSequence sequence) {
+  const auto keep_if_better = [&](StepSequence sequence) {
     if (!best || sequences.is_better(sequence, *best)) best = std::move(sequence);
   };
   for (const bool scatters : {true, false}) {
@@ -187,14 +187,14 @@ std::vector<Step> cheapest_rearrangement(const Layout& src, const Layout& goal, 
       step->ordered = options.ordered;
       sequences.add(first, named_by_collective(std::move(*step)));
     }
-    const StepSequence straight = sequences.rearranged(at, goal);
-    take_if_better(Sequences::joined(first, straight));
-    const int64_t with_stripes =
-        saturating_sum(first.picoseconds, sequences.least_of_two_steps(straight.received_bytes));
-    if (options.objective != Objective::kTime || best->picoseconds <= with_stripes) continue;
+    const StepSequence direct = sequences.rearranged(at, goal);
+    keep_if_better(Sequences::joined(first, direct));
+    const int64_t stripes_lower_bound =
+        saturating_sum(first.picoseconds, sequences.two_steps_lower_bound(direct.received_bytes));
+    if (options.objective != Objective::kTime || best->picoseconds <= stripes_lower_bound) continue;
     for (const Layout& stripes : stripes_of(goal)) {
       const StepSequence to_stripes = Sequences::joined(first, sequences.rearranged(at, stripes));
-      take_if_better(Sequences::joined(to_stripes, sequences.moved(stripes, goal)));
+      keep_if_better(Sequences::joined(to_stripes, sequences.moved(stripes, goal)));
     }
   }
   return std::move(best->steps);

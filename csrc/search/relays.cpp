@@ -11,7 +11,7 @@
 namespace shardwright {
 namespace {
 
-// Returns true if in every tensor dim these mesh dims cut last.
+// Returns true if no other mesh dim cuts a tensor dim after one of these mesh dims.
 bool cut_last(const Layout& layout, MeshDimSet mesh_dims) {
   for (const std::vector<Cut>& cuts : layout.cuts()) {
     bool is_last = false;
@@ -23,8 +23,8 @@ bool cut_last(const Layout& layout, MeshDimSet mesh_dims) {
   return true;
 }
 
-// Returns the layout without some mesh dims, on the ranks with coordinate 0 there.
-Layout without(const Layout& layout, MeshDimSet mesh_dims) {
+// Returns the layout without these mesh dims, on the ranks with coordinate 0 there.
+Layout without_dims(const Layout& layout, MeshDimSet mesh_dims) {
   const Mesh& mesh = layout.mesh();
   std::vector<std::string> names;
   std::vector<int64_t> sizes;
@@ -55,17 +55,17 @@ Layout without(const Layout& layout, MeshDimSet mesh_dims) {
 }
 
 // Returns the union of disjoint ascending lists.
-IntervalList together(const std::vector<Interval>& all) {
+IntervalList union_of(const std::vector<Interval>& all) {
   IntervalList list;
   for (const Interval& interval : sorted_by_begin(all)) append(list, interval);
   return list;
 }
 
-// The tensor dim of an axis of replicas. Other axes have the shards of a tensor dim.
+// Stands for the tensor dim of the axis of replicas.
 constexpr int kReplicas = -1;
 
-// Divides the ranks of a layout into blocks, each of which gets a relay. An *axis* is all replicas, or all shards of
-// one tensor dim. A block is a range of the members of each axis.
+// Divides the ranks of a layout into blocks, each of which gets a relay. An *axis* has all replicas, or all shards of
+// one tensor dim, as its members. A block consists of a range of members of each axis.
 class Blocks {
  public:
   Blocks(const Layout& layout, int64_t ranks, int64_t ranks_per_node)
@@ -156,10 +156,10 @@ class Blocks {
       for (size_t i = axis.begins[block]; i < axis.end_of(block); ++i) {
         const IntervalList& list = grid_.lists(axis.tensor_dim)[axis.members[i]];
         runs += list.size();
-        if (runs > kMostRuns) return std::nullopt;
+        if (runs > kMaxRelayRuns) return std::nullopt;
         all.insert(all.end(), list.begin(), list.end());
       }
-      const IntervalList list = together(all);
+      const IntervalList list = union_of(all);
       lists.emplace_back(list.begin(), list.end());
     }
     return Placement::cut(axis.tensor_dim, rule_of(lists));
@@ -226,24 +226,25 @@ std::vector<Layout> relays_of(const Layout& layout, int64_t wanted) {
   std::vector<Layout> layouts;
   const int64_t ranks = ceil_divide(ranks_with_elements(layout), std::max<int64_t>(wanted, 1));
   if (std::optional<Layout> blocks = relays_in_blocks(layout, ranks)) layouts.push_back(std::move(*blocks));
-  std::vector<MeshDimSet> kinds;
+  std::vector<MeshDimSet> dim_sets;
   MeshDimSet last;
   for (int d = mesh.ndim() - 1; d >= 0; --d) {
     if (mesh.dim_size(d) == 1) continue;
     last.insert(d);
     for (const MeshDimSet& dims : {MeshDimSet::single(d), last}) {
       const int64_t relays = mesh.size() / mesh.group_size(dims);
-      const bool is_known = std::find(kinds.begin(), kinds.end(), dims) != kinds.end();
-      if (relays > 1 && !is_known && cut_last(layout, dims)) kinds.push_back(dims);
+      const bool is_known = std::find(dim_sets.begin(), dim_sets.end(), dims) != dim_sets.end();
+      if (relays > 1 && !is_known && cut_last(layout, dims)) dim_sets.push_back(dims);
     }
   }
   const auto distance = [&](MeshDimSet dims) {
     const int64_t relays = mesh.size() / mesh.group_size(dims);
     return std::max(relays, wanted) / std::min(relays, std::max<int64_t>(wanted, 1));
   };
-  std::stable_sort(kinds.begin(), kinds.end(), [&](MeshDimSet a, MeshDimSet b) { return distance(a) < distance(b); });
-  for (const MeshDimSet& dims : kinds) {
-    if (layouts.size() < kMostRelayLayouts) layouts.push_back(without(layout, dims));
+  std::stable_sort(dim_sets.begin(), dim_sets.end(),
+                   [&](MeshDimSet a, MeshDimSet b) { return distance(a) < distance(b); });
+  for (const MeshDimSet& dims : dim_sets) {
+    if (layouts.size() < kMaxRelayLayouts) layouts.push_back(without_dims(layout, dims));
   }
   return layouts;
 }

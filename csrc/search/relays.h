@@ -4,8 +4,8 @@
 //   over 45 relays                       the rank sends 45, and each relay sends 45 or 46
 //   over 6, 42 and 293 relays            no rank sends more than 6
 //
-// A relay stands for a block of a mesh. It is the first rank of the block, and holds the union of the parts of the
-// block's ranks once. The layout of relays is a layout like any other, so relays may have relays of their own.
+// A relay stands for a block of the ranks of a layout. It is the first rank of the block, and holds the union of the
+// parts of the block's ranks. The layout of relays is a layout like any other, so relays may have relays of their own.
 #pragma once
 
 #include <cstdint>
@@ -27,19 +27,19 @@ int64_t ranks_with_elements(const Layout& layout);
 // consecutive replicas and of consecutive parts of each tensor dim, both in the order of the mesh dims that they differ
 // in. Ranks without elements are in no block. Replicas are combined first, so that a relay holds little:
 //
-//   [R, S(0)] on 4 x 8 ranks, in blocks of 2     relay=2, relay.1=8 as [R, S(0)]
-//                             in blocks of 8     relay=4 as [S(0)], relays of 4 replicas and 2 of the 8 parts
+//   [R, S(0)] on 4 x 8 ranks, in blocks of 2     relay=2, relay.1=8 as [R, S(0)]: blocks of 2 replicas of a part
+//                             in blocks of 8     relay=4 as [S(0)]: blocks of 4 replicas of 2 parts; ranks 0, 2, 4, 6
 //
 // If `ranks_per_node` is above 0, all ranks of a block are on one node, which is `ranks_per_node` consecutive ranks.
 // Returns nullopt if there would be fewer than two blocks or as many as ranks, or if the parts of a cut tensor dim have
-// more than kMostRuns intervals together.
-constexpr size_t kMostRuns = 1 << 16;
+// more than kMaxRelayRuns intervals together.
+constexpr size_t kMaxRelayRuns = 1 << 16;
 std::optional<Layout> relays_in_blocks(const Layout& layout, int64_t ranks, int64_t ranks_per_node = 0);
 
-// Returns layouts on about `wanted` relays, at most kMostRelayLayouts. First relays_in_blocks(), then layouts whose
+// Returns layouts on about `wanted` relays, at most kMaxRelayLayouts. First relays_in_blocks(), then layouts whose
 // blocks are the ranks that differ only in some mesh dims, where these are the innermost cuts of their tensor dims or
 // cut nothing. Such relays have the other mesh dims and their cuts. Numbers of relays near `wanted` come first.
-constexpr size_t kMostRelayLayouts = 3;
+constexpr size_t kMaxRelayLayouts = 3;
 std::vector<Layout> relays_of(const Layout& layout, int64_t wanted);
 
 }  // namespace shardwright

@@ -9,22 +9,22 @@
 namespace shardwright {
 namespace {
 
-// Minimum size of a mesh dim that is split evenly. A smaller mesh dim is only split at node borders, because gathers
-// over it have few messages.
-constexpr int64_t kLeastSize = 9;
-// Maximum number of ranks of a mesh that is searched for node borders.
-constexpr int64_t kMostRanks = 65536;
+// Minimum size of a mesh dim that is split evenly. A smaller mesh dim is only split between nodes, because gathers over
+// it have few messages.
+constexpr int64_t kMinSize = 9;
+// Maximum number of ranks of a mesh whose ranks are assigned to nodes one by one.
+constexpr int64_t kMaxRanksSearched = 65536;
 
-// Returns the layout on another mesh of the same ranks. Mesh dim d becomes mesh dim to_number[d], or is left out if
+// Returns the layout on another mesh of the same ranks. Mesh dim d becomes mesh dim new_dims[d], or is left out if
 // that is negative. All other mesh dims of the new mesh are replicated.
-Layout renumbered(const Layout& layout, const MeshPtr& mesh, const std::vector<int>& to_number) {
+Layout renumbered(const Layout& layout, const MeshPtr& mesh, const std::vector<int>& new_dims) {
   std::vector<Placement> placements(mesh->ndim(), Placement::replicate());
   ShardOrder order;
   for (int t = 0; t < layout.ndim(); ++t) {
-    for (const Cut& cut : layout.cuts(t)) order[t].push_back(to_number[cut.mesh_dim]);
+    for (const Cut& cut : layout.cuts(t)) order[t].push_back(new_dims[cut.mesh_dim]);
   }
   for (int d = 0; d < layout.mesh().ndim(); ++d) {
-    if (to_number[d] >= 0) placements[to_number[d]] = layout.placements()[d];
+    if (new_dims[d] >= 0) placements[new_dims[d]] = layout.placements()[d];
   }
   return Layout(mesh, layout.tensor_shape(), layout.dtype(), std::move(placements), order, StridedMeaning::kLiteral,
                 layout.flattened());
@@ -35,7 +35,7 @@ Layout renumbered(const Layout& layout, const MeshPtr& mesh, const std::vector<i
 int64_t coordinates_on_a_node(const Mesh& mesh, int mesh_dim, int64_t ranks_per_node) {
   const int64_t k = mesh.dim_size(mesh_dim);
   if (ranks_per_node <= 0) return k;
-  if (mesh.size() > kMostRanks) return 1;
+  if (mesh.size() > kMaxRanksSearched) return 1;
   const auto node_at = [&](int64_t position) { return to_int(mesh.rank_at(Position{position})) / ranks_per_node; };
   for (int64_t count = std::min(k, ranks_per_node); count > 1; --count) {
     if (k % count != 0) continue;
@@ -49,7 +49,8 @@ int64_t coordinates_on_a_node(const Mesh& mesh, int mesh_dim, int64_t ranks_per_
   return 1;
 }
 
-// Returns `count` factors of n, the largest first, that are about equal, or fewer if n has no more.
+// Returns `count` factors of n, the largest first, that are about equal, or fewer if n has no more. For example, 2048
+// has the 2 factors 64 and 32, and the 3 factors 16, 16 and 8.
 std::vector<int64_t> even_factors(int64_t n, int count) {
   if (count == 1) return {n};
   int64_t first = n;
@@ -73,9 +74,9 @@ std::optional<Layout> split(const Layout& layout, int mesh_dim, const std::vecto
   const Mesh& unsplit = layout.mesh();
   std::vector<std::string> names;
   std::vector<int64_t> dim_sizes;
-  std::vector<int> to_number;
+  std::vector<int> new_dims;
   for (int d = 0; d < unsplit.ndim(); ++d) {
-    to_number.push_back(d == mesh_dim ? -1 : static_cast<int>(names.size()));
+    new_dims.push_back(d == mesh_dim ? -1 : static_cast<int>(names.size()));
     if (d != mesh_dim) {
       names.push_back(unsplit.dim_names()[d]);
       dim_sizes.push_back(unsplit.dim_size(d));
@@ -89,12 +90,12 @@ std::optional<Layout> split(const Layout& layout, int mesh_dim, const std::vecto
   }
   const std::vector<int64_t> ranks = unsplit.ranks_are_positions() ? std::vector<int64_t>{} : to_ints(unsplit.ranks());
   const auto mesh = std::make_shared<Mesh>(std::move(names), std::move(dim_sizes), ranks, unsplit.topology());
-  return renumbered(layout, mesh, to_number);
+  return renumbered(layout, mesh, new_dims);
 }
 
 std::optional<Layout> joined(const Layout& layout, const MeshPtr& mesh) {
   const Mesh& fine = layout.mesh();
-  std::vector<int> to_number(fine.ndim(), -1);
+  std::vector<int> new_dims(fine.ndim(), -1);
   int next = 0;
   for (int d = 0; d < mesh->ndim(); ++d) {
     const int first = next;
@@ -105,7 +106,7 @@ std::optional<Layout> joined(const Layout& layout, const MeshPtr& mesh) {
     } while (size < mesh->dim_size(d));
     if (size != mesh->dim_size(d)) return std::nullopt;
     if (next == first + 1) {
-      to_number[first] = d;
+      new_dims[first] = d;
       continue;
     }
     for (int part = first; part < next; ++part) {
@@ -113,7 +114,7 @@ std::optional<Layout> joined(const Layout& layout, const MeshPtr& mesh) {
     }
   }
   const bool has_same_ranks = next == fine.ndim() && fine.ranks() == mesh->ranks();
-  return has_same_ranks ? std::optional<Layout>(renumbered(layout, mesh, to_number)) : std::nullopt;
+  return has_same_ranks ? std::optional<Layout>(renumbered(layout, mesh, new_dims)) : std::nullopt;
 }
 
 std::vector<std::vector<int64_t>> ways_to_split(const Mesh& mesh, int mesh_dim, int64_t ranks_per_node) {
@@ -126,15 +127,15 @@ std::vector<std::vector<int64_t>> ways_to_split(const Mesh& mesh, int mesh_dim, 
   };
   if (inside > 1 && inside < k) {
     add({k / inside, inside});
-    if (k / inside >= kLeastSize) {
+    if (k / inside >= kMinSize) {
       std::vector<int64_t> sizes = even_factors(k / inside, 2);
       sizes.push_back(inside);
       add(std::move(sizes));
     }
   }
-  if (k >= kLeastSize) {
+  if (k >= kMinSize) {
     add(even_factors(k, 2));
-    if (k >= kLeastSize * kLeastSize) add(even_factors(k, 3));
+    if (k >= kMinSize * kMinSize) add(even_factors(k, 3));
   }
   return ways;
 }

@@ -15,16 +15,16 @@ constexpr int kMaxDimsWithAllLists = 3;  // maximum number of mesh dims for whic
 constexpr int kMaxDimsWithInnermostCuts = 4;
 constexpr size_t kMaxStates = 20'000;  // maximum number of states
 // Maximum number of pieces of a strided cut: packing more takes long. Lists without digits (exchange/digits.h) also
-// take long to compare, so their limit is kMaxWalkedPieces pieces over all ranks.
+// take long to compare, so their limit is kMaxPiecesCompared pieces over all ranks.
 constexpr int64_t kMaxPieces = 1024;
-constexpr int64_t kMaxWalkedPieces = 256;
+constexpr int64_t kMaxPiecesCompared = 256;
 
-// Makes the states of one search: lists of cuts for each tensor dim, then combinations of lists. An *end* is the source
-// or the goal.
+// Makes the states of one search: first lists of cuts for each tensor dim, then all combinations of lists in which
+// every mesh dim cuts at most one tensor dim. An *end* is the source or the goal.
 class States {
  public:
   States(const Layout& src, const Layout& goal, MeshDimSet free, MoveTable& table)
-      : src_(src), goal_(goal), mesh_(src.mesh()), table_(table), tensor_dims_(tensor_dims_of(src, goal)) {
+      : src_(src), goal_(goal), mesh_(src.mesh()), table_(table), tensor_dims_(tensor_dims_to_cut(src, goal)) {
     for (const int d : free.to_vector()) {
       if (d < mesh_.ndim() && mesh_.dim_size(d) > 1) mesh_dims_.push_back(d);
     }
@@ -32,13 +32,13 @@ class States {
 
   std::vector<MoveTable::State> all() {
     choose_even_dims();
-    lists_all_ = static_cast<int>(mesh_dims_.size()) <= kMaxDimsWithAllLists;
+    tries_all_lists_ = static_cast<int>(mesh_dims_.size()) <= kMaxDimsWithAllLists;
     for (const int t : tensor_dims_) {
       lists_.emplace_back();
-      if (lists_all_) {
-        list_all(t, {}, mesh_dims_);
+      if (tries_all_lists_) {
+        add_all_lists(t, {}, mesh_dims_);
       } else {
-        list_cuts_of_ends(t);
+        add_lists_of_ends(t);
       }
       // The search takes the first of states with equal cost. This order prefers cuts of the first tensor dims, whose
       // parts are contiguous.
@@ -51,7 +51,7 @@ class States {
       uncut.elements *= table_.largest_length(t, uncut.lists[t]);
     }
     combine(uncut, 0);
-    return std::move(found_);
+    return std::move(states_);
   }
 
  private:
@@ -70,12 +70,12 @@ class States {
     if (ranks_without_part > 1) is_even_.assign(src_.ndim(), false);
   }
 
-  // Adds a list of cuts for tensor dim t. Returns false if the list is excluded or makes the same parts as an earlier
-  // list; then longer lists that begin with it need not be tried.
+  // Adds a list of cuts for tensor dim t, unless it is excluded or makes the same parts as an earlier list. Returns
+  // false if it was not added; then longer lists that begin with it need not be tried.
   bool add_list(int t, const std::vector<Cut>& cuts) {
     const int list = table_.list_index(t, cuts);
     if (!table_.has_digits(t, list)) {
-      const bool is_wanted = !is_even_[t] || (lists_all_ && table_.has_equal_parts(t, list));
+      const bool is_wanted = !is_even_[t] || (tries_all_lists_ && table_.has_equal_parts(t, list));
       if (!is_wanted || !has_few_pieces(src_.shape()[t], cuts)) return false;
     }
     std::vector<int>& lists = lists_.back();
@@ -84,7 +84,7 @@ class States {
     return true;
   }
 
-  // Returns false if a list with a strided cut makes more than kMaxWalkedPieces pieces over all ranks.
+  // Returns false if a list with a strided cut makes more than kMaxPiecesCompared pieces over all ranks.
   bool has_few_pieces(int64_t n, const std::vector<Cut>& cuts) const {
     int64_t pieces = 1;
     bool is_strided = false;
@@ -92,34 +92,34 @@ class States {
       const int64_t k = mesh_.dim_size(c.mesh_dim);
       is_strided = is_strided || !c.rule.makes_runs();
       pieces = saturating_product(pieces, saturating_product(c.rule.runs(n, k), k));
-      if (is_strided && pieces > kMaxWalkedPieces) return false;
+      if (is_strided && pieces > kMaxPiecesCompared) return false;
     }
     return true;
   }
 
   // Adds every list of cuts of a tensor dim that begins with `cuts`.
-  void list_all(int t, const std::vector<Cut>& cuts, const std::vector<int>& unused) {
+  void add_all_lists(int t, const std::vector<Cut>& cuts, const std::vector<int>& unused) {
     if (!add_list(t, cuts)) return;
     for (const int d : unused) {
       std::vector<int> rest;
       std::copy_if(unused.begin(), unused.end(), std::back_inserter(rest), [&](int other) { return other != d; });
-      const auto go_on = [&](const CutRule& rule) {
+      const auto extend = [&](const CutRule& rule) {
         std::vector<Cut> longer = cuts;
         longer.push_back({d, rule});
-        list_all(t, longer, rest);
+        add_all_lists(t, longer, rest);
       };
-      for (const int64_t factor : is_even_[t] ? factors_after(cuts, d) : factors_of_ends(t, d)) go_on(factor);
+      for (const int64_t factor : is_even_[t] ? factors_after(cuts, d) : factors_of_ends(t, d)) extend(factor);
       for (const Layout* end : {&src_, &goal_}) {
         const std::vector<Cut>& of_end = end->cuts(t);
         const size_t at = cuts.size();
-        if (at < of_end.size() && of_end[at].mesh_dim == d && keeps_rule(cuts, of_end)) go_on(of_end[at].rule);
+        if (at < of_end.size() && of_end[at].mesh_dim == d && next_rule_applies(cuts, of_end)) extend(of_end[at].rule);
       }
     }
   }
 
-  // Returns true if the next cut of an end has a rule that is neither chunks nor strided, and cuts the same parts after
-  // these cuts. Such rules are only kept, gathered, or cut anew.
-  static bool keeps_rule(const std::vector<Cut>& cuts, const std::vector<Cut>& of_end) {
+  // Returns true if an end begins with these cuts and its next cut is neither chunks nor strided. Only then may the
+  // rule of that cut follow these cuts, because after other cuts it would divide other lists.
+  static bool next_rule_applies(const std::vector<Cut>& cuts, const std::vector<Cut>& of_end) {
     return !of_end[cuts.size()].rule.is_strided_or_chunks() && std::equal(cuts.begin(), cuts.end(), of_end.begin());
   }
 
@@ -142,8 +142,8 @@ class States {
     return factors;
   }
 
-  // Returns 1 and the split factors that the mesh dim's cuts in source and goal have after a gather of any subset of
-  // the earlier cuts. Used for tensor dims that may have unequal parts.
+  // Returns 1 and the split factors that the mesh dim's cuts in source and goal have once any subset of the earlier
+  // cuts is gathered. Used for tensor dims that may have unequal parts.
   std::vector<int64_t> factors_of_ends(int t, int mesh_dim) const {
     std::set<int64_t> all{1};
     for (const Layout* end : {&src_, &goal_}) {
@@ -167,7 +167,7 @@ class States {
   enum class Role { kNone, kAsSource, kAsGoal, kInnermost };
 
   // Adds the lists of a tensor dim that are derived from the cuts of source and goal.
-  void list_cuts_of_ends(int t) {
+  void add_lists_of_ends(int t) {
     std::vector<std::vector<Role>> choices(mesh_.ndim(), {Role::kNone});
     for (const int d : mesh_dims_) {
       if (cuts_by(src_, t, d)) choices[d].push_back(Role::kAsSource);
@@ -186,7 +186,7 @@ class States {
 
   // Adds a list of cuts for each choice of roles for the mesh dims from `mesh_dim` on.
   void choose_roles(int t, const std::vector<std::vector<Role>>& choices, std::vector<Role>& roles, size_t mesh_dim) {
-    if (mesh_dim == choices.size()) return add_by_roles(t, roles);
+    if (mesh_dim == choices.size()) return add_lists_by_roles(t, roles);
     for (const Role role : choices[mesh_dim]) {
       roles[mesh_dim] = role;
       choose_roles(t, choices, roles, mesh_dim + 1);
@@ -195,7 +195,7 @@ class States {
 
   // Adds the lists in which every mesh dim has its role: the source's cuts, the goal's cuts (in both orders), then the
   // innermost cuts.
-  void add_by_roles(int t, const std::vector<Role>& roles) {
+  void add_lists_by_roles(int t, const std::vector<Role>& roles) {
     const auto has = [&](Role role) { return std::find(roles.begin(), roles.end(), role) != roles.end(); };
     const bool order_matters = has(Role::kAsSource) && has(Role::kAsGoal);
     for (const bool source_first : {true, false}) {
@@ -223,7 +223,8 @@ class States {
       } else if (is_plain) {
         cuts.push_back({c.mesh_dim, c.rule.split_factor() * factor});
       } else {
-        if (cuts.size() >= end.cuts(t).size() || !(end.cuts(t)[cuts.size()] == c) || !keeps_rule(cuts, end.cuts(t)))
+        if (cuts.size() >= end.cuts(t).size() || !(end.cuts(t)[cuts.size()] == c) ||
+            !next_rule_applies(cuts, end.cuts(t)))
           return false;
         cuts.push_back(c);
       }
@@ -233,8 +234,8 @@ class States {
 
   // Adds every combination of lists that share no mesh dim, for the chosen tensor dims from `at` on.
   void combine(const MoveTable::State& state, size_t at) {
-    if (found_.size() >= kMaxStates) return;
-    if (at == tensor_dims_.size()) return found_.push_back(state);
+    if (states_.size() >= kMaxStates) return;
+    if (at == tensor_dims_.size()) return states_.push_back(state);
     const int t = tensor_dims_[at];
     for (const int list : lists_[at]) {
       const MeshDimSet dims = table_.dims_of(t, list);
@@ -253,10 +254,10 @@ class States {
   MoveTable& table_;
   std::vector<int> mesh_dims_;          // the mesh dims that may cut
   const std::vector<int> tensor_dims_;  // the tensor dims that states may cut
-  bool lists_all_ = true;
+  bool tries_all_lists_ = true;
   std::vector<bool> is_even_;            // by tensor dim: states cut it into equal parts only
   std::vector<std::vector<int>> lists_;  // the table's numbers of the lists, by chosen tensor dim
-  std::vector<MoveTable::State> found_;
+  std::vector<MoveTable::State> states_;
 };
 
 }  // namespace

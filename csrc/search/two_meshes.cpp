@@ -2,11 +2,9 @@
 
 #include <algorithm>
 #include <array>
-#include <cmath>
 #include <map>
 #include <optional>
 #include <set>
-#include <span>
 #include <tuple>
 #include <utility>
 
@@ -37,21 +35,21 @@ constexpr int64_t kRelaysAboveRatio = 4;
 constexpr size_t kPairsWithRelays = 4;  // maximum number of pairs of layouts that are tried with relays
 
 // Conditions under which pairs of layouts are tried as plans in segments.
-constexpr int64_t kSegmentsAboveFraction = 20;  // sent bytes exceed received, and time the bound, by more than 1/20
-constexpr int64_t kSegmentsAboveSteps = 8;      // minimum bound in step latencies, which each segment pays
-constexpr size_t kPairsInSegments = 6;          // maximum number of these pairs
-constexpr int64_t kMostRanksInSegments = 1024;  // maximum number of ranks
+constexpr int64_t kSegmentsAboveFraction = 20;      // sent bytes exceed received, and time the bound, by more than 1/20
+constexpr int64_t kSegmentsAboveSteps = 8;          // minimum bound in step latencies, which each segment pays
+constexpr size_t kPairsInSegments = 6;              // maximum number of these pairs
+constexpr int64_t kMaxRanksTriedInSegments = 1024;  // maximum number of ranks of both meshes together
 
-// With more messages, ReplicaPolicy::kNodeLocal is not tried, because it lists all messages.
-constexpr int64_t kMostListed = 1 << 16;
+// Maximum number of overlaps of parts with which ReplicaPolicy::kNodeLocal is tried, because it lists all messages.
+constexpr int64_t kMaxListedOverlaps = 1 << 16;
 
-struct CommonMembers {
+struct CommonRanks {
   bool shares_ranks = false;  // the two meshes have ranks in common
   bool shares_nodes = false;  // some node has ranks of both meshes
 };
 
-CommonMembers common_members(const Mesh& a, const Mesh& b, int64_t ranks_per_node) {
-  CommonMembers common;
+CommonRanks common_ranks(const Mesh& a, const Mesh& b, int64_t ranks_per_node) {
+  CommonRanks common;
   std::set<int64_t> nodes;
   const auto node_of = [&](Rank rank) { return ranks_per_node > 0 ? to_int(rank) / ranks_per_node : 0; };
   for (const Rank rank : a.ranks()) nodes.insert(node_of(rank));
@@ -73,19 +71,19 @@ class Crossings {
         topology_(topology),
         cost_(options, topology),
         may_split_(may_split),
-        tensor_dims_(tensor_dims_of(src, goal)),
-        common_(common_members(src.mesh(), goal.mesh(), topology.ranks_per_node)) {}
+        tensor_dims_(tensor_dims_to_cut(src, goal)),
+        common_(common_ranks(src.mesh(), goal.mesh(), topology.ranks_per_node)) {}
 
   std::vector<Step> cheapest() {
-    for (const Layout& layout : ends_on_source()) add(before_, layout, src_, layout);
-    for (const Layout& layout : starts_on(goal_)) add(after_, layout, layout, goal_);
+    for (const Layout& layout : layouts_before_crossing()) add(before_, layout, src_, layout);
+    for (const Layout& layout : layouts_after_crossing(goal_)) add(after_, layout, layout, goal_);
     try_pair(before_.front(), after_.front());
     // If nothing is pending, the direct crossing receives and sends the fewest bytes.
     if (!is_for_time() && src_.partial_dims().empty()) return std::move(best_);
     try_pairs(0);
     const size_t known = after_.size();
     for (const Layout& goal : split_goals()) {
-      for (const Layout& layout : starts_on(goal)) add(after_, layout, layout, goal);
+      for (const Layout& layout : layouts_after_crossing(goal)) add(after_, layout, layout, goal);
     }
     try_pairs(known);
     if (!is_for_time()) return std::move(best_);
@@ -101,7 +99,7 @@ class Crossings {
     Layout from;
     Layout to;
     int64_t elements;  // size of the largest part
-    Cost at_least;     // lower bound; exact once the steps are known
+    Cost cost_bound;   // lower bound; exact once the steps are known
     std::optional<std::vector<Step>> steps;
     int64_t sent_bytes = 0;      // sum over steps of the bytes that the busiest rank sends
     int64_t received_bytes = 0;  // sum over steps of the bytes that the busiest rank receives
@@ -110,7 +108,7 @@ class Crossings {
   // Tries all pairs of a leg before the crossing and a leg after it. Skips the first `first` legs after it.
   void try_pairs(size_t first) {
     struct Pair {  // one leg of each side
-      Cost at_least;
+      Cost cost_bound;
       size_t before;  // index in before_
       size_t after;   // index in after_
       auto operator<=>(const Pair&) const = default;
@@ -118,13 +116,13 @@ class Crossings {
     std::vector<Pair> pairs;
     for (size_t i = 0; i < before_.size(); ++i) {
       for (size_t j = first; j < after_.size(); ++j) {
-        const Cost least = before_[i].at_least + crossing_at_least(before_[i], after_[j]) + after_[j].at_least;
+        const Cost least = before_[i].cost_bound + crossing_lower_bound(before_[i], after_[j]) + after_[j].cost_bound;
         if (i + j > 0 && least < *best_cost_) pairs.push_back({least, i, j});
       }
     }
     std::sort(pairs.begin(), pairs.end());
     for (const Pair& pair : pairs) {
-      if (*best_cost_ <= pair.at_least) break;
+      if (*best_cost_ <= pair.cost_bound) break;
       try_pair(before_[pair.before], after_[pair.after]);
     }
   }
@@ -137,7 +135,7 @@ class Crossings {
     // stripes for them do not make the plan faster.
     const bool is_balanced = best_sent_bytes_ <= best_received_bytes_ + best_received_bytes_ / kSegmentsAboveFraction;
     if (!common_.shares_ranks || is_balanced) return;
-    if (!may_go_in_segments()) return;
+    if (!may_have_segments()) return;
     const int64_t bound = least_picoseconds_between(src_, goal_, topology_);
     if (bound < kSegmentsAboveSteps * topology_.step_ps) return;
     int64_t least = time_in_segments(best_);
@@ -145,14 +143,14 @@ class Crossings {
     std::vector<std::tuple<int64_t, size_t, size_t>> pairs;
     for (size_t i = 0; i < before_.size(); ++i) {
       for (size_t j = 0; j < after_.size(); ++j) {
-        const int64_t time = in_segments_at_least(before_[i], after_[j]);
+        const int64_t time = segmented_time_bound(before_[i], after_[j]);
         if (time < least) pairs.emplace_back(time, i, j);
       }
     }
     std::sort(pairs.begin(), pairs.end());
     if (pairs.size() > kPairsInSegments) pairs.resize(kPairsInSegments);
     const auto try_steps = [&](std::vector<Step> steps) {
-      if (in_segments_at_least(steps) >= least) return;
+      if (segmented_time_bound(steps) >= least) return;
       const int64_t time = time_in_segments(steps);
       if (time >= least) return;
       least = time;
@@ -182,46 +180,36 @@ class Crossings {
     }
   }
 
-  // Returns a lower bound on the time of moves in segments. The longest move takes its full time, every other
-  // move the time of one segment, but all latencies occur once per segment. So more segments are not always faster.
-  static int64_t in_segments_at_least(std::span<const int64_t> times, int64_t latencies) {
-    int64_t longest = 0;
-    int64_t all = 0;
-    for (const int64_t time : times) {
-      longest = std::max(longest, time);
-      all = saturating_sum(all, time);
-    }
-    const double others = static_cast<double>(all - longest);
-    const double least = 2 * std::sqrt(others * static_cast<double>(latencies));
-    return longest + std::max<int64_t>(static_cast<int64_t>(least) - latencies, 0);
-  }
-
-  int64_t in_segments_at_least(const Leg& first, const Leg& last) const {
-    const std::array<int64_t, 3> times{first.at_least.first, crossing_at_least(first, last).first, last.at_least.first};
+  // Return a lower bound on the time of a plan in any number of segments.
+  int64_t segmented_time_bound(const Leg& first, const Leg& last) const {
+    const std::array<int64_t, 3> times{first.cost_bound.first, crossing_lower_bound(first, last).first,
+                                       last.cost_bound.first};
     const int64_t moves = std::count_if(times.begin(), times.end(), [](int64_t time) { return time > 0; });
-    return in_segments_at_least(times, moves * topology_.step_ps);
+    return segments_lower_bound(times, moves * topology_.step_ps);
   }
 
-  int64_t in_segments_at_least(const std::vector<Step>& steps) const {
+  int64_t segmented_time_bound(const std::vector<Step>& steps) const {
     std::vector<int64_t> times;
     int64_t latencies = 0;
     for (const Step& step : steps) {
       times.push_back(predicted_picoseconds(step, options_.lowering, topology_));
       latencies += is_local(step.op) ? 0 : topology_.step_ps;
     }
-    return in_segments_at_least(times, latencies);
+    return segments_lower_bound(times, latencies);
   }
 
-  bool may_go_in_segments() const {  // false if there are too many ranks
+  // Returns false if there are too many ranks for segments.
+  bool may_have_segments() const {
     const Plan plan{src_, goal_, options_.lowering, Objective::kTime, topology_, false, {}};
     const auto ranks = static_cast<int64_t>(ranks_of(plan).size());
     if (ranks <= kMaxRanksInNonUniformSegments) return true;
-    for (int t = 0; t < src_.ndim() && ranks <= kMostRanksInSegments; ++t) {
+    for (int t = 0; t < src_.ndim() && ranks <= kMaxRanksTriedInSegments; ++t) {
       if (cell_length(plan, t) > 1) return true;
     }
     return false;
   }
 
+  // Returns the predicted time of these steps in the best segments, in picoseconds.
   int64_t time_in_segments(const std::vector<Step>& steps) const {
     const Plan plan{src_, goal_, options_.lowering, Objective::kTime, topology_, false, steps};
     return best_timed_segments(plan).picoseconds;
@@ -233,19 +221,19 @@ class Crossings {
     const bool fans_out = best_crossing_.sent_messages == messages;
     if (!relays_may_save_messages(fewer, messages) && !relays_may_save_time(fans_out)) return;
     std::vector<std::tuple<int64_t, size_t, size_t>> pairs;
-    std::vector<Leg>& many = fans_out ? after_ : before_;
+    std::vector<Leg>& many = fans_out ? after_ : before_;  // the legs next to the ranks that relays stand for
     std::vector<Leg>& few = fans_out ? before_ : after_;
     for (size_t i = 0; i < many.size(); ++i) {
       if (fans_out && begins_with_goal_parts(many[i])) continue;
       const RelayShapes shapes(many[i].layout, topology_);
       std::map<int64_t, int64_t> picoseconds;  // by the number of replicas of `few`
       for (size_t j = 0; j < few.size(); ++j) {
-        const Cost around = many[i].at_least + few[j].at_least;
-        if (!may_improve(around)) continue;
+        const Cost legs_cost = many[i].cost_bound + few[j].cost_bound;
+        if (!may_improve(legs_cost)) continue;
         const int64_t replicas = few[j].layout.mesh().group_size(few[j].layout.replicated_dims());
         const auto [known, is_new] = picoseconds.emplace(replicas, 0);
         if (is_new) known->second = shapes.all(replicas).front().picoseconds;
-        pairs.emplace_back(around.first + known->second, fans_out ? j : i, fans_out ? i : j);
+        pairs.emplace_back(legs_cost.first + known->second, fans_out ? j : i, fans_out ? i : j);
       }
     }
     std::sort(pairs.begin(), pairs.end());
@@ -253,7 +241,8 @@ class Crossings {
     for (const auto& [estimate, i, j] : pairs) try_relays_between(before_[i], after_[j], fans_out);
   }
 
-  // The first case of kRelaysAboveFraction. `fewer` and `messages`: most sent and most received, the lower first.
+  // Returns true in the first case of kRelaysAboveFraction. `fewer` and `messages` are the most messages that a rank
+  // sends and the most that a rank receives in the crossing, the smaller number first.
   bool relays_may_save_messages(int64_t fewer, int64_t messages) const {
     const int64_t latency = saturating_product(messages, best_link_.message_ps);
     if (messages < kRelaysAboveRatio * fewer || latency < best_cost_->first / kRelaysAboveFraction) return false;
@@ -262,7 +251,8 @@ class Crossings {
     return saturating_product(messages - 2 * root, best_link_.message_ps) > topology_.step_ps;
   }
 
-  // Returns true if relays from source to goal are estimated, from sizes alone, to be much faster than the best plan.
+  // Returns true in the second case of kRelaysAboveFraction: relays from source to goal are estimated, from sizes
+  // alone, to be much faster than the best plan.
   bool relays_may_save_time(bool fans_out) const {
     const Layout& many = fans_out ? goal_ : before_.front().layout;
     const Layout& few = fans_out ? before_.front().layout : goal_;
@@ -271,7 +261,7 @@ class Crossings {
     return best_cost_->first - best_cost_->first / kRelaysAboveFraction > over_relays;
   }
 
-  // Returns true if the leg begins with the parts of the goal, on a mesh with split dims.
+  // Returns true if the leg begins with the parts of the goal, on a mesh on which a dim is split.
   bool begins_with_goal_parts(const Leg& last) const {
     if (last.layout.mesh() == goal_.mesh()) return false;
     const std::optional<Layout> rejoined = joined(last.layout, goal_.mesh_ptr());
@@ -282,19 +272,20 @@ class Crossings {
   void try_relays_between(Leg& first, Leg& last, bool fans_out) {
     find_steps(first);
     find_steps(last);
-    const Cost around = first.at_least + last.at_least;
+    const Cost legs_cost = first.cost_bound + last.cost_bound;
     std::optional<OverRelays> found =
         cheapest_over_relays(first.layout, last.layout, fans_out, options_, topology_,
-                             [&](const Cost& crossings) { return may_improve(around + crossings); });
-    if (found) take(around + found->cost, first, std::move(found->crossings), last);
+                             [&](const Cost& crossings) { return may_improve(legs_cost + crossings); });
+    if (found) set_best(legs_cost + found->cost, first, std::move(found->crossings), last);
   }
 
-  // Makes these legs and crossings the best plan.
-  void take(const Cost& total, const Leg& first, std::vector<Step> crossings, const Leg& last) {
+  // Makes the steps of these legs and crossings the best plan.
+  void set_best(const Cost& total, const Leg& first, std::vector<Step> crossings, const Leg& last) {
     best_cost_ = total;
     best_ = joined_steps(first, std::move(crossings), last);
   }
 
+  // Returns the steps of a plan in order.
   static std::vector<Step> joined_steps(const Leg& first, std::vector<Step> crossings, const Leg& last) {
     std::vector<Step> steps = *first.steps;
     for (Step& step : crossings) steps.push_back(std::move(step));
@@ -322,37 +313,40 @@ class Crossings {
     if (!(leg.from == leg.to)) {
       leg.steps = cheapest_moves(leg.from, leg.to, options_, topology_);
     }
-    leg.at_least = {};
+    leg.cost_bound = {};
     for (const Step& step : *leg.steps) {
       const StepCounts maxima = step_counts(step, options_.lowering);
       leg.sent_bytes += maxima.sent_bytes;
       leg.received_bytes += maxima.received_bytes;
-      leg.at_least = leg.at_least + cost_.of(step, maxima, predicted_picoseconds(step, maxima, topology_));
+      leg.cost_bound = leg.cost_bound + cost_.of(step, maxima, predicted_picoseconds(step, maxima, topology_));
     }
   }
 
   // Returns layouts before the crossing. Each mesh dim may stay as it is, cut a tensor dim, or cut nothing, which saves
-  // messages but no bytes. Replicas are sliced only if a reduction is pending; else sharing has the same effect.
-  std::vector<Layout> ends_on_source() const {
+  // messages but no bytes. Replicas are sliced only if a reduction is pending; otherwise, a replica policy has the same
+  // effect.
+  std::vector<Layout> layouts_before_crossing() const {
     const MeshDimSet to_reduce = src_.partial_dims();
     Choices choices(without_partials(src_), tensor_dims_);
-    for (const int d : to_reduce.to_vector()) choices.may_cut(d);
+    for (const int d : to_reduce.to_vector()) choices.allow_cut(d);
     for (const int d : src_.cut_dims().to_vector()) {
-      if (is_for_time()) choices.may_be_replicated(d);
-      choices.may_cut(d);
+      if (is_for_time()) choices.allow_replicated(d);
+      choices.allow_cut(d);
     }
     for (const int d : src_.replicated_dims().to_vector()) {
-      if (!to_reduce.empty()) choices.may_cut(d);
+      if (!to_reduce.empty()) choices.allow_cut(d);
     }
     return choices.all();
   }
 
-  std::vector<Layout> starts_on(const Layout& goal) const {
+  // Returns layouts after the crossing, from which moves lead to `goal`. A replicated mesh dim may cut a tensor dim; a
+  // mesh dim that cuts may cut another tensor dim, or nothing.
+  std::vector<Layout> layouts_after_crossing(const Layout& goal) const {
     Choices choices(goal, tensor_dims_);
-    for (const int d : goal.replicated_dims().to_vector()) choices.may_cut(d);
+    for (const int d : goal.replicated_dims().to_vector()) choices.allow_cut(d);
     for (const int d : goal.cut_dims().to_vector()) {
-      if (is_for_time()) choices.may_be_replicated(d);
-      choices.may_cut(d);
+      if (is_for_time()) choices.allow_replicated(d);
+      choices.allow_cut(d);
     }
     return choices.all();
   }
@@ -379,7 +373,7 @@ class Crossings {
   }
 
   // Returns a lower bound of a crossing's cost, from sizes alone. Ranks of both meshes may already hold what they need.
-  Cost crossing_at_least(const Leg& first, const Leg& last) const {
+  Cost crossing_lower_bound(const Leg& first, const Leg& last) const {
     const int64_t item = src_.dtype().size_bytes();
     StepCounts least;
     least.received_bytes = (last.elements - (common_.shares_ranks ? first.elements : 0)) * item;
@@ -392,20 +386,23 @@ class Crossings {
     return {predicted_picoseconds(false, least, fastest_link(), topology_), 0, 0, 0};
   }
 
-  Link fastest_link() const {  // best latency and best bandwidth of all links that a crossing may use
+  // Returns the best latency and the best bandwidth of all links that a crossing may use.
+  Link fastest_link() const {
     if (!common_.shares_nodes) return topology_.between;
     return {std::min(topology_.inside.message_ps, topology_.between.message_ps),
             std::min(topology_.inside.ps_per_kib, topology_.between.ps_per_kib)};
   }
 
-  bool may_improve(const Cost& at_least) const { return !best_cost_ || at_least < *best_cost_; }
+  // Returns true if no plan is known that costs at most this lower bound.
+  bool may_improve(const Cost& cost_bound) const { return !best_cost_ || cost_bound < *best_cost_; }
 
-  void try_pair(Leg& first, Leg& last) {  // does nothing once lower bounds show that the pair is not cheaper
-    const Cost crossing = crossing_at_least(first, last);
+  // Tries the crossing between two legs, unless lower bounds show that the plan is not cheaper than the best.
+  void try_pair(Leg& first, Leg& last) {
+    const Cost crossing = crossing_lower_bound(first, last);
     find_steps(first);
-    if (!may_improve(first.at_least + crossing + last.at_least)) return;
+    if (!may_improve(first.cost_bound + crossing + last.cost_bound)) return;
     find_steps(last);
-    if (!may_improve(first.at_least + crossing + last.at_least)) return;
+    if (!may_improve(first.cost_bound + crossing + last.cost_bound)) return;
     try_crossing(first, last);
   }
 
@@ -420,26 +417,26 @@ class Crossings {
     }
     const bool has_replicas = first.layout.mesh().group_size(first.layout.replicated_dims()) > 1;
     const bool may_prefer_nodes = is_for_time() && has_replicas && common_.shares_nodes && topology_.ranks_per_node > 0;
-    if (may_prefer_nodes && crossing.num_overlaps() <= kMostListed) {
+    if (may_prefer_nodes && crossing.num_overlaps() <= kMaxListedOverlaps) {
       try_policy(first, last, crossing.with_policy(ReplicaPolicy::kNodeLocal, topology_.ranks_per_node));
     }
   }
 
-  // Returns true if some rank sends more than any receives.
+  // Tries a crossing with its policy. Returns true if some rank sends more in it than any rank receives.
   bool try_policy(const Leg& first, const Leg& last, const GridExchange& crossing) {
     const ReplicaPolicy policy = crossing.policy();
     Step step{StepOp::kCross, {}, first.layout, last.layout, policy};
     if (policy == ReplicaPolicy::kNodeLocal) step.ranks_per_node = topology_.ranks_per_node;
-    const Cost around = first.at_least + last.at_least;
+    const Cost legs_cost = first.cost_bound + last.cost_bound;
     const StepCounts least = crossing.maxima_lower_bound();
     // Bytes of kNodeLocal take several links, so the bound does not apply, and its listed messages are counted quickly.
-    const bool is_hopeless =
-        policy != ReplicaPolicy::kNodeLocal && !may_improve(around + cost_.of(step, crossing, least));
-    if (is_hopeless) return least.sent_bytes > least.received_bytes;
+    const bool is_worse =
+        policy != ReplicaPolicy::kNodeLocal && !may_improve(legs_cost + cost_.of(step, crossing, least));
+    if (is_worse) return least.sent_bytes > least.received_bytes;
     const StepCounts maxima = crossing.totals().maxima;
-    const Cost total = around + cost_.of(step, crossing, maxima);
+    const Cost total = legs_cost + cost_.of(step, crossing, maxima);
     if (may_improve(total)) {
-      take(total, first, {std::move(step)}, last);
+      set_best(total, first, {std::move(step)}, last);
       best_crossing_ = maxima;
       best_link_ = link_of(crossing, topology_);
       best_sent_bytes_ = first.sent_bytes + maxima.sent_bytes + last.sent_bytes;
@@ -455,7 +452,7 @@ class Crossings {
   const CrossingCost cost_;
   const bool may_split_;
   std::vector<int> tensor_dims_;
-  CommonMembers common_;
+  CommonRanks common_;
   std::vector<Leg> before_;
   std::vector<Leg> after_;
   std::optional<Cost> best_cost_;

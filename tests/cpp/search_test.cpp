@@ -121,9 +121,9 @@ class BruteForce {
       for (size_t b = 0; b < n; ++b) {
         const Edge& edge = edges_[a][b];
         if (!edge.step) continue;
-        const MeshDimSet due = states_[a].partial_dims();
-        const MeshDimSet reduced = due - states_[b].partial_dims();
-        if (!reduced.empty() && !(reduced == due) && !(reduced == (due & inside))) continue;
+        const MeshDimSet pending = states_[a].partial_dims();
+        const MeshDimSet reduced = pending - states_[b].partial_dims();
+        if (!reduced.empty() && !(reduced == pending) && !(reduced == (pending & inside))) continue;
         distance[a][b] = predicted_picoseconds(*edge.step, edge.counts, topology);
         if (edge.policy) {
           const auto& [step, counts] = *edge.policy;
