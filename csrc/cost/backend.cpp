@@ -3,7 +3,6 @@
 namespace shardwright {
 
 const Lowering& lowering_of_backend(std::string_view backend, std::string_view device_type) {
-  // Reductions are composed of exchanges and local sums.
   const bool is_gloo = backend == "gloo" || (backend == "fake" && device_type == "cpu");
   return is_gloo ? Lowering::kGloo : Lowering::kNccl;
 }

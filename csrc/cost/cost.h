@@ -9,7 +9,7 @@
 
 namespace shardwright {
 
-// Exact wire traffic of the rank at one position.
+// The bytes and messages that one rank receives and sends.
 struct Traffic {
   int64_t received_bytes = 0;
   int64_t sent_bytes = 0;
@@ -28,7 +28,7 @@ struct StepCounts {
   int64_t received_bytes = 0;
   int64_t sent_bytes = 0;
   int64_t messages = 0;       // received
-  int64_t touched_bytes = 0;  // of local copies: the bytes held after the step
+  int64_t touched_bytes = 0;  // bytes of local copies: those held after the step
   int64_t collectives = 1;    // collectives that run one after the other
   int64_t sent_messages = 0;
   // Set only for crossings that prefer senders on the receiver's node: the larger of bytes received and sent, within
@@ -41,7 +41,10 @@ struct StepCounts {
 };
 
 // Returns the predicted time of a step: collectives x step latency + max(messages received, sent) x message latency +
-// max(bytes received, sent) over the slowest link of the group + local copies. A local step only copies.
+// max(bytes received, sent) over `link` (the slowest link of the group) + local copies. A local step only copies.
+//
+// Example: one collective in which the worst rank receives 8 MiB in 7 messages, over 200 GB/s (5,120 ps per KiB), with
+// 12 us per step, 1 us per message and copies of 8 MiB at 682 ps per KiB: 12 + 7 + 41.9 + 5.6 = 66.5 us.
 int64_t predicted_picoseconds(bool local, const StepCounts& counts, const Link& link, const Topology& topology);
 
 // Saturating arithmetic. The ceiling is 2^60, so that the sums of a plan do not overflow.

@@ -65,10 +65,10 @@ int64_t GemmModel::picoseconds(int64_t m, int64_t n, int64_t k, int64_t count, i
     const __int128 flops = static_cast<__int128>(2) * rows * columns * k;
     const __int128 full_rate_ps = flops * 1'000'000 * item_bytes / (2 * static_cast<__int128>(flops_per_us));
     tile_ps[h] = full_rate_ps * (100 + h * kHalvingPercent) / 100;
-    int64_t& longer = columns >= rows ? columns : rows;
-    longer = std::max<int64_t>(longer / 2, 1);
+    int64_t& longer_side = columns >= rows ? columns : rows;
+    longer_side = std::max<int64_t>(longer_side / 2, 1);
   }
-  // Full waves use one tile size; the rest of the tiles may use a smaller one.
+  // Tries each tile size for the full waves, and each smaller size for the tiles that are left for the last wave.
   auto compute = static_cast<__int128>(int64_t{1} << 60);
   for (int h = 0; h <= kMaxHalvings; ++h) {
     const int64_t rest = tiles[h] % num_processors;

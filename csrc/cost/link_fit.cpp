@@ -13,14 +13,15 @@ namespace {
 
 constexpr double kOwnLinkGain = 0.25;  // reduction of the mean relative error that justifies a mesh dim's own link
 
-// Each pass of the fit weights a point by 1 / max(its error in the pass before, kMinWeightedError).
-constexpr int kPasses = 20;
+constexpr int kPasses = 20;  // number of passes of the fit
+// Each pass weights a point by 1 / max(its relative error in the pass before, kMinWeightedError).
 constexpr double kMinWeightedError = 0.02;
 
+// The parameters of the model, by index: the costs of a step, a message and a byte.
 constexpr int kStep = 0, kMessage = 1, kByte = 2, kNumParameters = 3;
 using Parameters = std::array<double, kNumParameters>;
 
-// The equation of one point, divided by its measured time: the sum of coefficient x cost should be `target`.
+// The equation of one point, divided by its measured time: the sum of coefficient x parameter should be `target`.
 struct Equation {
   Parameters coefficients;
   double target;
@@ -51,8 +52,8 @@ double median(std::vector<double> values) {
   return values.size() % 2 == 1 ? values[middle] : (values[middle - 1] + values[middle]) / 2;
 }
 
-// Returns the cost of a byte from the two largest sizes, as the median over the numbers of peers, or 0 if it cannot be
-// determined.
+// Returns the cost of a byte: for each number of peers, the difference quotient of the two largest sizes; then the
+// median. Returns 0 if no number of peers has two sizes.
 double seconds_per_byte(const std::vector<LinkPoint>& points) {
   std::map<int64_t, std::vector<std::pair<int64_t, double>>> by_peers;
   for (const LinkPoint& p : points) by_peers[p.peers].emplace_back(p.sent_bytes, p.seconds);
@@ -67,10 +68,10 @@ double seconds_per_byte(const std::vector<LinkPoint>& points) {
   return slopes.empty() ? 0 : std::max(median(slopes), 0.0);
 }
 
-// Solves for the chosen costs by weighted least squares; other costs are 0. Returns nullopt if the equations do not
-// determine the chosen costs.
+// Solves for the chosen parameters by weighted least squares; the others are 0. Returns nullopt if the equations do not
+// determine the chosen parameters.
 std::optional<Parameters> least_squares(const std::vector<Equation>& equations, const std::vector<int>& chosen) {
-  // Normal equations with columns scaled to length 1, because the costs differ by many orders of magnitude.
+  // Normal equations with columns scaled to length 1, because the parameters differ by many orders of magnitude.
   const size_t n = chosen.size();
   std::vector<double> scale(n, 0);
   for (const Equation& e : equations) {
@@ -101,7 +102,7 @@ std::optional<Parameters> least_squares(const std::vector<Equation>& equations, 
   return parameters;
 }
 
-// Tries every non-empty set of free costs (at most seven) and returns the best solution in which no cost is negative.
+// Returns the best solution without negative parameters. Tries every non-empty set of free parameters, at most seven.
 Parameters non_negative_least_squares(const std::vector<Equation>& equations,
                                       const std::array<bool, kNumParameters>& is_free) {
   Parameters best{};
@@ -134,10 +135,10 @@ LinkFit fit_link(const std::vector<LinkPoint>& points, std::optional<double> ste
   check_argument(!points.empty(), "points", "a list of at least one measured all-to-all", "none");
   const double byte = seconds_per_byte(points);
   std::vector<Equation> all, mostly_latency;
-  bool has_several_team_sizes = false;
+  bool has_several_peer_counts = false;
   for (const LinkPoint& p : points) {
     check_argument(p.seconds > 0, "points: seconds of an all-to-all", "above 0", p.seconds);
-    has_several_team_sizes = has_several_team_sizes || p.peers != points.front().peers;
+    has_several_peer_counts = has_several_peer_counts || p.peers != points.front().peers;
     const double byte_seconds = byte * static_cast<double>(p.sent_bytes);
     const Equation equation{
         {1 / p.seconds, static_cast<double>(p.peers) / p.seconds, static_cast<double>(p.sent_bytes) / p.seconds},
@@ -146,7 +147,7 @@ LinkFit fit_link(const std::vector<LinkPoint>& points, std::optional<double> ste
     if (byte_seconds < p.seconds / 2) mostly_latency.push_back(equation);
   }
   std::vector<Equation>& equations = byte > 0 && !mostly_latency.empty() ? mostly_latency : all;
-  const std::array<bool, kNumParameters> is_free{!step, step || has_several_team_sizes, byte == 0};
+  const std::array<bool, kNumParameters> is_free{!step, step || has_several_peer_counts, byte == 0};
   Parameters parameters{};
   for (int pass = 0; pass < kPasses; ++pass) {
     parameters = non_negative_least_squares(equations, is_free);

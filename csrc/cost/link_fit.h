@@ -1,8 +1,17 @@
 // Fits the costs of a topology (of a step, a message and a byte over a link) to measured times.
 //
-// Ranks measure all-to-alls of several team sizes and lengths. The model `step + peers * message + bytes * byte` is
-// fitted to the times by least squares of relative errors, in passes that give outliers less and less weight. All times
-// are in seconds, measured on the slowest rank.
+// Ranks measure all-to-alls with several numbers of peers and lengths. The model
+// `step + peers * message + sent_bytes * byte` is fitted to the times by least squares of relative errors, in passes
+// that give outliers less and less weight. All times are in seconds, measured on the slowest rank.
+//
+// Example:
+//   peers           1          3            1            1
+//   sent bytes   1,000      1,000    1,000,000    2,000,000
+//   seconds     111e-6     131e-6      1,110e-6     2,110e-6
+//
+//   byte     from the two largest sizes: (2,110e-6 - 1,110e-6) / 1,000,000 = 1e-9
+//   others   from the first two points, whose bytes take less than half of the time:
+//            step + message = 110e-6 and step + 3 message = 130e-6, so message = 10e-6 and step = 100e-6
 #pragma once
 
 #include <cstdint>
@@ -22,13 +31,13 @@ struct LinkPoint {
 };
 
 struct LinkFit {
-  double step = 0;
-  double message = 0;
-  double byte = 0;
-  double error = 0;  // mean relative error over the points
+  double step = 0;     // seconds per collective
+  double message = 0;  // seconds per message
+  double byte = 0;     // seconds per byte
+  double error = 0;    // mean relative error over the points
 };
 
-// Returns the non-negative costs that fit the points best. `step` fixes the cost of a step.
+// Returns the non-negative costs that fit the points best. If `step` is given, it is the cost of a step.
 //
 // The cost of a byte is computed from the two largest sizes, because buffers on the way absorb the first bytes of every
 // message, and small messages entirely. The other costs are fitted to the remaining time, with the points whose bytes
@@ -38,6 +47,7 @@ struct LinkFit {
 // Throws UserError if there are no points, or if the time of a point is not positive.
 LinkFit fit_link(const std::vector<LinkPoint>& points, std::optional<double> step = std::nullopt);
 
+// The costs of all links of a job.
 struct LinkFits {
   LinkFit inside;
   LinkFit between;

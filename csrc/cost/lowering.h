@@ -12,13 +12,13 @@
 
 namespace shardwright {
 
-// Gloo's all-to-all has a several times lower latency than its single messages, so small gathers are faster as an
-// all-to-all that sends every peer its own copy. Above this size, the copies cost more than the lower latency saves.
+// Gathers of parts up to this size are an all-to-all that sends every peer its own copy. Gloo's all-to-all has a
+// several times lower latency than its single messages; above this size, the copies cost more than that saves.
 constexpr int64_t kMaxCopiedGatherBytes = int64_t{1} << 20;
 
-// Gloo's all-to-all sends data before it announces that it is ready to receive, and the announcement queues behind the
-// data in the same socket. If a message does not fit into the socket's buffers, a link carries data in one direction at
-// a time. From this size on, exchanges are messages whose receives are posted first.
+// Exchanges of at least this many bytes per peer are sent as messages whose receives are posted first. In Gloo's
+// all-to-all, a rank announces that it is ready to receive only behind its own data in the same socket. So if a message
+// does not fit into the socket's buffers, a link carries data in one direction at a time.
 constexpr int64_t kMinMessageBytes = int64_t{1} << 18;
 
 struct Lowering {
@@ -42,10 +42,11 @@ struct Lowering {
   // an all-to-all.
   int64_t message_bytes = 0;
 
-  // True if a gather of parts of at most `part_bytes` over `group_size` ranks is an all-to-all of copies.
+  // Returns true if a gather of parts of at most `part_bytes` over `group_size` ranks is an all-to-all of copies.
   constexpr bool copies_gather(int64_t group_size, int64_t part_bytes) const {
     return copied_gather_bytes > 0 && (group_size == 2 || part_bytes <= copied_gather_bytes);
   }
+  // Returns true if an exchange is sent as messages instead of an all-to-all.
   constexpr bool uses_messages(int64_t bytes_to_each_peer) const {
     return message_bytes > 0 && bytes_to_each_peer >= message_bytes;
   }

@@ -50,8 +50,8 @@ bool Topology::crosses_nodes(const Mesh& mesh, int mesh_dim) const {
   if (ranks_per_node <= 0 || size == 1) return false;
   if (mesh.ranks_are_positions()) {
     if (mesh.size() <= ranks_per_node) return false;
-    // A group is within a block of stride * size consecutive ranks. All blocks are within one node exactly if a node is
-    // a multiple of a block.
+    // A group is within a block of stride * size consecutive ranks. Every block is within one node exactly if the size
+    // of a node is a multiple of the size of a block.
     return ranks_per_node % (mesh.stride(mesh_dim) * size) != 0;
   }
   const auto node_at = [&](int64_t position) { return to_int(mesh.rank_at(Position{position})) / ranks_per_node; };

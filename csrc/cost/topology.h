@@ -16,9 +16,10 @@
 
 namespace shardwright {
 
+// The costs of one rank's transfers over a link.
 struct Link {
-  int64_t message_ps = 0;  // per message received, or per message sent in a crossing if that is more
-  int64_t ps_per_kib = 0;  // per rank, for the larger of bytes sent and received; includes sharing of a NIC
+  int64_t message_ps = 0;  // per message: the larger of the numbers received and sent
+  int64_t ps_per_kib = 0;  // per KiB: the larger of the bytes received and sent; includes sharing of a NIC
   bool operator==(const Link&) const = default;
 };
 
@@ -27,9 +28,9 @@ Link slower(const Link& a, const Link& b);
 
 struct Topology {
   std::string name;
-  int64_t ranks_per_node = 0;  // 0: all ranks are on one node
-  int64_t step_ps = 0;         // fixed cost of a collective
-  int64_t memory_ps_per_kib = 0;
+  int64_t ranks_per_node = 0;     // 0: all ranks are on one node
+  int64_t step_ps = 0;            // fixed cost of a collective
+  int64_t memory_ps_per_kib = 0;  // of a local copy, per KiB copied
   Link inside;
   Link between;
   std::map<std::string, Link> mesh_dims;  // by name; other mesh dims use inside or between
@@ -44,17 +45,18 @@ struct Topology {
   // Throws UserError if a number is not in [0, 2^40] (about a second in picoseconds), or if a name is not UTF-8.
   void check() const;
 
-  // Returns the slowest link of any group over `mesh_dims`.
+  // Returns the worst latency and the worst bandwidth of the links along `mesh_dims`: the link of a group over them.
   Link slowest_link(const Mesh& mesh, MeshDimSet mesh_dims) const;
+  // Returns the link of a group over one mesh dim: its own if it has one, else `between` or `inside`.
   Link link_along(const Mesh& mesh, int mesh_dim) const;
-  // True if a group over these mesh dims uses the link `between`. Its ranks on the same node then have the better link
-  // `inside` among themselves.
+  // Returns true if a group over these mesh dims uses the link `between`. Ranks of the group that are on one node then
+  // have the link `inside` among themselves.
   bool is_between_nodes(const Mesh& mesh, MeshDimSet mesh_dims) const;
-  // True if any two ranks that differ only in this mesh dim are on different nodes.
+  // Returns true if some two ranks that differ only in this mesh dim are on different nodes.
   bool crosses_nodes(const Mesh& mesh, int mesh_dim) const;
 };
 
-// True if both meshes have equal topologies, or if neither has one.
+// Returns true if both meshes have equal topologies, or if neither has one.
 bool same_topology(const Mesh& a, const Mesh& b);
 
 }  // namespace shardwright
