@@ -33,8 +33,8 @@ Traffic reduce_scatter_traffic(int64_t num_held, int64_t num_kept, int64_t k, in
           num_held > num_kept ? k - 1 : 0};
 }
 
-// Native: the traffic of a ring, rounded up. Composed: every peer's contribution to this rank's chunk is received, then
-// every peer's reduced chunk; two ranks exchange everything.
+// Native: the traffic of a ring, rounded up. Composed: the rank receives every peer's contribution to its own chunk,
+// then every peer's reduced chunk. Two ranks exchange all contributions instead.
 Traffic all_reduce_traffic(int64_t num_held, int64_t k, int64_t index, int64_t item_bytes, bool native) {
   if (native) {
     const int64_t bytes = (2 * num_held * item_bytes * (k - 1) + k - 1) / k;
@@ -46,8 +46,8 @@ Traffic all_reduce_traffic(int64_t num_held, int64_t k, int64_t index, int64_t i
   const int64_t own = own_chunk.end - own_chunk.begin;
   const int64_t bytes = ((k - 1) * own + num_held - own) * item_bytes;
   const int64_t chunk = (num_held + k - 1) / k;
-  const int64_t chunks = num_held > 0 ? (num_held + chunk - 1) / chunk : 0;
-  const int64_t messages = chunks - (own > 0 ? 1 : 0) + (own > 0 ? k - 1 : 0);
+  const int64_t num_chunks = num_held > 0 ? (num_held + chunk - 1) / chunk : 0;  // chunks that are not empty
+  const int64_t messages = num_chunks - (own > 0 ? 1 : 0) + (own > 0 ? k - 1 : 0);
   return {bytes, bytes, messages, messages};
 }
 
@@ -56,9 +56,7 @@ int64_t index_in_group(const Mesh& mesh, int64_t position, MeshDimSet mesh_dims)
     const std::vector<int64_t> group = mesh.group(position, mesh_dims);
     return std::find(group.begin(), group.end(), position) - group.begin();
   }
-  int64_t index = 0;
-  for (const int d : mesh_dims.to_vector()) index = index * mesh.dim_size(d) + mesh.coordinate(position, d);
-  return index;
+  return mesh.coordinate_index(position, mesh_dims.to_vector());
 }
 
 Interval flat_chunk(int64_t n, int64_t k, int64_t index) {

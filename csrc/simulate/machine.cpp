@@ -12,11 +12,11 @@ namespace {
 
 constexpr double kUnwritten = std::numeric_limits<double>::quiet_NaN();  // value of memory that was not written yet
 
-// Converts one side of a box from elements of the dtype `counted` to elements of the buffer. An element is stored at
-// the index of its first byte.
-void scale(int64_t& offset, std::vector<int64_t>& strides, DType counted, DType of_buffer) {
-  if (counted == of_buffer) return;
-  const int64_t factor = counted.size_bytes() / of_buffer.size_bytes();
+// Converts one side of a box from elements of the copy's dtype to elements of the buffer's dtype, which may be smaller.
+// An element is stored at the index of its first byte.
+void to_buffer_elements(int64_t& offset, std::vector<int64_t>& strides, DType of_copy, DType of_buffer) {
+  if (of_copy == of_buffer) return;
+  const int64_t factor = of_copy.size_bytes() / of_buffer.size_bytes();
   offset *= factor;
   for (int64_t& stride : strides) stride *= factor;
 }
@@ -94,7 +94,7 @@ void Machine::run() {
     check_invariant(at == process.program.instructions.size(), "rank ", rank, " waits forever at instruction ", at,
                     " of\n", process.program);
   }
-  check_invariant(mail_.empty(), mail_.size(), " messages were sent but not received");
+  check_invariant(messages_in_flight_.empty(), messages_in_flight_.size(), " messages were sent but not received");
 }
 
 const Machine::Payload& Machine::output(Rank rank, size_t index) const {
@@ -112,7 +112,7 @@ bool Machine::advance(Process& process) {
   const size_t at = process.next_instruction;
   if (at == program.instructions.size()) return false;
   for (const BufferId b : process.lifetimes.begins[at]) {
-    if (process.alive[b]) continue;  // a Wait may be tried several times
+    if (process.alive[b]) continue;  // an instruction that waits is tried several times
     process.alive[b] = true;
     process.buffers[b].assign(program.buffers[b].count, kUnwritten);
     process.live_bytes += program.size_bytes(b);
@@ -127,7 +127,7 @@ bool Machine::advance(Process& process) {
         return true;
       },
       [&](const Gemm& o) {
-        if (o.flags && !chunks_arrive(process, *o.flags)) return false;
+        if (o.flags && !finish_fetch(process, *o.flags)) return false;
         execute(process, o);
         return true;
       },
@@ -150,7 +150,7 @@ void Machine::start(Process& process, int instruction, const SendReceive& operat
   const Group& group = process.program.groups[operation.group];
   for (const auto& message : operation.sends) {
     const Route route{group.ranks, process.rank, group.ranks[message.peer]};
-    mail_[{route, process.sent[route]++}] = read(process, message.range);
+    messages_in_flight_[{route, process.sent[route]++}] = read(process, message.range);
   }
   for (const auto& message : operation.receives) {
     const Route route{group.ranks, group.ranks[message.peer], process.rank};
@@ -185,7 +185,7 @@ void Machine::start(Process& process, int instruction, const Fetch& operation) {
   }
 }
 
-bool Machine::chunks_arrive(Process& process, const Flags& flags) {
+bool Machine::finish_fetch(Process& process, const Flags& flags) {
   if (!finish_wait(process, flags.fetch)) return false;
   for (const double flag : read(process, flags.range)) {
     check_invariant(flag == 1, "rank ", process.rank, " received a chunk whose flag is ", flag, " instead of 1");
@@ -226,13 +226,13 @@ bool Machine::receive_messages(Process& process, const SendReceive& operation, i
   std::vector<std::map<std::pair<Route, int64_t>, Payload>::iterator> arrived;
   for (size_t i = 0; i < operation.receives.size(); ++i) {
     const Route route{group.ranks, group.ranks[operation.receives[i].peer], process.rank};
-    arrived.push_back(mail_.find({route, process.messages_of_ticket[ticket][i]}));
-    if (arrived.back() == mail_.end()) return false;
+    arrived.push_back(messages_in_flight_.find({route, process.messages_of_ticket[ticket][i]}));
+    if (arrived.back() == messages_in_flight_.end()) return false;
   }
   for (size_t i = 0; i < operation.receives.size(); ++i) {
     const auto& message = operation.receives[i];
     write(process, message.range, arrived[i]->second);
-    mail_.erase(arrived[i]);
+    messages_in_flight_.erase(arrived[i]);
     process.received_bytes += message.range.count * item_bytes(process, message.range);
   }
   return true;
@@ -317,8 +317,8 @@ void Machine::execute(Process& process, const Copy& copy) {
   const Program& program = process.program;
   std::vector<Box> boxes = copy.boxes;
   for (Box& box : boxes) {
-    scale(box.src_offset, box.src_strides, program.src_dtype(copy), program.dtype_of(copy.src));
-    scale(box.dst_offset, box.dst_strides, program.dst_dtype(copy), program.dtype_of(copy.dst));
+    to_buffer_elements(box.src_offset, box.src_strides, program.src_dtype(copy), program.dtype_of(copy.src));
+    to_buffer_elements(box.dst_offset, box.dst_strides, program.dst_dtype(copy), program.dtype_of(copy.dst));
     check_invariant(end_of(box, box.src_offset, box.src_strides) <= std::ssize(process.buffers[copy.src]) &&
                         end_of(box, box.dst_offset, box.dst_strides) <= std::ssize(process.buffers[copy.dst]),
                     "a copy accesses memory outside of its buffers: ", to_string(Operation(copy)));

@@ -1,5 +1,5 @@
-// The simulated ranks: memory, instructions, and messages. Sends are matched with receives, and calls of collectives
-// with each other, in the order in which a process group matches them.
+// The simulated ranks: their memory, instructions and messages. The n-th send on a route matches its n-th receive, and
+// the n-th collective of a rank in a group matches the n-th of the other members, as in a process group.
 #pragma once
 
 #include <cstdint>
@@ -46,15 +46,16 @@ class Machine {
     Rank rank;
     Program program;
     std::vector<Payload> buffers;
-    std::vector<bool> alive;  // by buffer: it exists now
+    std::vector<bool> alive;  // by buffer: it is allocated now
     size_t next_instruction = 0;
     int64_t live_bytes = 0;
     int64_t peak_bytes = 0;
     int64_t received_bytes = 0;
     Program::Lifetimes lifetimes;
-    // Number of collectives started so far, by the ranks of the group. Call number n of a group is the n-th collective
-    // of each of its members.
+    // Number of collectives started so far, by the ranks of the group. The n-th collective that one member starts in a
+    // group matches the n-th of every other member: it is call n of the group.
     std::map<std::vector<Rank>, int64_t> calls;
+    // A ticket is the index of the instruction that started a transfer.
     std::map<int, int64_t> call_of_ticket;  // number of the call of each collective started
     std::set<int> fetched;                  // tickets of fetches whose data has been written
     // Number of messages sent and expected so far, by route.
@@ -65,9 +66,9 @@ class Machine {
 
   // Runs the next instruction. Returns false if there is none or if it must wait for another rank.
   bool advance(Process& process);
-  // Writes the data of a transfer, given by its ticket. Returns false if another rank has not sent or contributed yet.
+  // Finishes a transfer: writes the received data. Returns false if another rank has not sent or contributed yet.
   bool finish_wait(Process& process, int ticket);
-  // Start a transfer: record what the rank sends or contributes, and what it expects.
+  // Start a transfer: record the data that the rank sends or contributes, and the messages that it expects.
   void start(Process& process, int instruction, const AllGather& operation);
   void start(Process& process, int instruction, const ReduceScatter& operation);
   void start(Process& process, int instruction, const AllReduce& operation);
@@ -85,8 +86,8 @@ class Machine {
   static void execute(Process& process, const Cast& cast);
   static void execute(Process& process, const Reduce& reduce);
   static void execute(Process& process, const Gemm& gemm);
-  // Completes the Fetch that a product waits for. Returns false if another rank has not offered its data yet.
-  bool chunks_arrive(Process& process, const Flags& flags);
+  // Finishes the Fetch that a product waits for. Returns false if another rank has not offered its data yet.
+  bool finish_fetch(Process& process, const Flags& flags);
   static void execute(Process& process, const Attend& attend);          // machine_attend.cpp
   static void execute(Process& process, const AttendBackward& attend);  // machine_attend.cpp
   static void execute(Process& process, const Merge& merge);            // machine_attend.cpp
@@ -94,9 +95,9 @@ class Machine {
   // Return an element of batch b, head h and a row: element i of the row, or the row's only number.
   static double& element(Process& process, const Heads& heads, int64_t b, int64_t h, int64_t row, int64_t i);
   static double& element(Process& process, const HeadRows& rows, int64_t b, int64_t h, int64_t row);
-  // Returns the score plus the mask's bias; minus infinity if the query does not see the key.
-  static double masked(Process& process, const std::optional<PairMask>& mask, int64_t b, int64_t h, int64_t i,
-                       int64_t j, double score);
+  // Returns the score of query i and key j plus the mask's bias; minus infinity if the mask hides the key.
+  static double masked_score(Process& process, const std::optional<PairMask>& mask, int64_t b, int64_t h, int64_t i,
+                             int64_t j, double score);
   // Returns the bytes of an element in the program's dtype of the buffer.
   static int64_t item_bytes(const Process& process, const BufferRange& range);
   // Return or replace the elements of a range. Throw InvariantError if the buffer does not exist or is too small, or on
@@ -122,7 +123,7 @@ class Machine {
   // Contributions of the members, by the ranks of the group and the number of the call.
   std::map<std::pair<std::vector<Rank>, int64_t>, ContributionsByMember> contributions_;
   // Messages in flight. On each route the n-th message sent matches the n-th one expected, whatever the order of waits.
-  std::map<std::pair<Route, int64_t>, Payload> mail_;
+  std::map<std::pair<Route, int64_t>, Payload> messages_in_flight_;
 };
 
 // Combines two values in a reduction as the runtime does; avg and norm are sums here.

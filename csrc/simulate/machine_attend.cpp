@@ -8,7 +8,7 @@
 namespace shardwright {
 namespace {
 
-constexpr double kNothing = -std::numeric_limits<double>::infinity();  // score of a key that the query does not see
+constexpr double kUnseen = -std::numeric_limits<double>::infinity();  // score of a key that the query does not see
 
 // Calls each(batch, query head, head of keys and values) for all query heads.
 template <typename Each>
@@ -29,101 +29,106 @@ double& Machine::element(Process& process, const HeadRows& rows, int64_t b, int6
   return *data(process, {rows.buffer, rows.offset + b * rows.batch_stride + h * rows.head_stride + row, 1});
 }
 
-double Machine::masked(Process& process, const std::optional<PairMask>& mask, int64_t b, int64_t h, int64_t i,
-                       int64_t j, double score) {
+double Machine::masked_score(Process& process, const std::optional<PairMask>& mask, int64_t b, int64_t h, int64_t i,
+                             int64_t j, double score) {
   if (!mask) return score;
   const int64_t offset =
       mask->offset + b * mask->batch_stride + h * mask->head_stride + i * mask->row_stride + j * mask->column_stride;
   const double value = *data(process, {mask->buffer, offset, 1});
-  if (process.program.dtype_of(mask->buffer) == DType::kBool) return value != 0 ? score : kNothing;
+  if (process.program.dtype_of(mask->buffer) == DType::kBool) return value != 0 ? score : kUnseen;
   return score + value;
 }
 
-void Machine::execute(Process& process, const Attend& o) {
-  check_invariant(!process.program.is_input(o.result.out.buffer), "an instruction writes an input");
-  const AttendSizes& s = o.sizes;
+void Machine::execute(Process& process, const Attend& attend) {
+  check_invariant(!process.program.is_input(attend.result.out.buffer), "an instruction writes an input");
+  const AttendSizes& s = attend.sizes;
   for_each_head(s, [&](int64_t b, int64_t h, int64_t kv) {
     for (int64_t i = 0; i < s.rows; ++i) {
-      std::vector<double> scores(s.columns, kNothing);
+      std::vector<double> scores(s.columns, kUnseen);
       double sum = 0;
       for (int64_t j = 0; j < s.columns; ++j) {
-        if (!o.band.sees(i, j)) continue;
+        if (!attend.band.sees(i, j)) continue;
         double score = 0;
         for (int64_t d = 0; d < s.depth; ++d) {
-          score += element(process, o.q, b, h, i, d) * element(process, o.k, b, kv, j, d);
+          score += element(process, attend.q, b, h, i, d) * element(process, attend.k, b, kv, j, d);
         }
-        scores[j] = masked(process, o.mask, b, h, i, j, score * o.scale);
+        scores[j] = masked_score(process, attend.mask, b, h, i, j, score * attend.scale);
         sum += std::exp(scores[j]);
       }
-      element(process, o.result.lse, b, h, i) = sum > 0 ? std::log(sum) : kNothing;
+      element(process, attend.result.lse, b, h, i) = sum > 0 ? std::log(sum) : kUnseen;
       for (int64_t d = 0; d < s.value_depth; ++d) {
         double out = 0;
         for (int64_t j = 0; j < s.columns; ++j) {
-          if (scores[j] > kNothing) out += std::exp(scores[j]) / sum * element(process, o.v, b, kv, j, d);
+          if (scores[j] > kUnseen) out += std::exp(scores[j]) / sum * element(process, attend.v, b, kv, j, d);
         }
-        element(process, o.result.out, b, h, i, d) = out;
+        element(process, attend.result.out, b, h, i, d) = out;
       }
     }
   });
 }
 
-void Machine::execute(Process& process, const AttendBackward& o) {
-  const AttendSizes& s = o.sizes;
+// The gradients of out = softmax(scores) v, with weight = exp(score - lse) and dweight = dout . v:
+// dscore = weight * (dweight - out . dout), dv += weight * dout, and dq and dk from dscore.
+void Machine::execute(Process& process, const AttendBackward& attend) {
+  const AttendSizes& s = attend.sizes;
   for_each_head(s, [&](int64_t b, int64_t h, int64_t kv) {
     for (int64_t i = 0; i < s.rows; ++i) {
-      double inner = 0;
+      double out_dot_dout = 0;
       for (int64_t d = 0; d < s.value_depth; ++d) {
-        inner += element(process, o.out, b, h, i, d) * element(process, o.dout, b, h, i, d);
+        out_dot_dout += element(process, attend.out, b, h, i, d) * element(process, attend.dout, b, h, i, d);
       }
       for (int64_t j = 0; j < s.columns; ++j) {
-        if (!o.band.sees(i, j)) continue;
+        if (!attend.band.sees(i, j)) continue;
         double score = 0;
         double dweight = 0;
         for (int64_t d = 0; d < s.depth; ++d) {
-          score += element(process, o.q, b, h, i, d) * element(process, o.k, b, kv, j, d);
+          score += element(process, attend.q, b, h, i, d) * element(process, attend.k, b, kv, j, d);
         }
         for (int64_t d = 0; d < s.value_depth; ++d) {
-          dweight += element(process, o.dout, b, h, i, d) * element(process, o.v, b, kv, j, d);
+          dweight += element(process, attend.dout, b, h, i, d) * element(process, attend.v, b, kv, j, d);
         }
-        score = masked(process, o.mask, b, h, i, j, score * o.scale);
-        if (score == kNothing) continue;
-        const double weight = std::exp(score - element(process, o.lse, b, h, i));
-        const double dscore = weight * (dweight - inner) * o.scale;
+        score = masked_score(process, attend.mask, b, h, i, j, score * attend.scale);
+        if (score == kUnseen) continue;
+        const double weight = std::exp(score - element(process, attend.lse, b, h, i));
+        const double dscore = weight * (dweight - out_dot_dout) * attend.scale;
         for (int64_t d = 0; d < s.depth; ++d) {
-          element(process, o.dq, b, h, i, d) += dscore * element(process, o.k, b, kv, j, d);
-          element(process, o.dk, b, kv, j, d) += dscore * element(process, o.q, b, h, i, d);
+          element(process, attend.dq, b, h, i, d) += dscore * element(process, attend.k, b, kv, j, d);
+          element(process, attend.dk, b, kv, j, d) += dscore * element(process, attend.q, b, h, i, d);
         }
         for (int64_t d = 0; d < s.value_depth; ++d) {
-          element(process, o.dv, b, kv, j, d) += weight * element(process, o.dout, b, h, i, d);
+          element(process, attend.dv, b, kv, j, d) += weight * element(process, attend.dout, b, h, i, d);
         }
       }
     }
   });
 }
 
-void Machine::execute(Process& process, const Merge& o) {
-  for_each_head(o.sizes, [&](int64_t b, int64_t h, int64_t) {
-    for (int64_t i = 0; i < o.sizes.rows; ++i) {
-      double& left = element(process, o.left.lse, b, h, i);
-      const double right = element(process, o.right.lse, b, h, i);
+// Merges two partial results into the left one: each is weighted by exp(its lse). Subtracts the larger lse first, so
+// that exp does not overflow.
+void Machine::execute(Process& process, const Merge& merge) {
+  for_each_head(merge.sizes, [&](int64_t b, int64_t h, int64_t) {
+    for (int64_t i = 0; i < merge.sizes.rows; ++i) {
+      double& left = element(process, merge.left.lse, b, h, i);
+      const double right = element(process, merge.right.lse, b, h, i);
       const double most = std::max(left, right);
-      if (most == kNothing) continue;
+      if (most == kUnseen) continue;
       const double sum = std::exp(left - most) + std::exp(right - most);
-      for (int64_t d = 0; d < o.sizes.value_depth; ++d) {
-        double& out = element(process, o.left.out, b, h, i, d);
-        out = (out * std::exp(left - most) + element(process, o.right.out, b, h, i, d) * std::exp(right - most)) / sum;
+      for (int64_t d = 0; d < merge.sizes.value_depth; ++d) {
+        double& out = element(process, merge.left.out, b, h, i, d);
+        out = (out * std::exp(left - most) + element(process, merge.right.out, b, h, i, d) * std::exp(right - most)) /
+              sum;
       }
       left = most + std::log(sum);
     }
   });
 }
 
-void Machine::execute(Process& process, const Accumulate& o) {
-  for (int64_t b = 0; b < o.sizes.batch; ++b) {
-    for (int64_t h = 0; h < o.sizes.heads; ++h) {
-      for (int64_t i = 0; i < o.sizes.rows; ++i) {
-        for (int64_t d = 0; d < o.sizes.depth; ++d) {
-          element(process, o.dst, b, h, i, d) += element(process, o.src, b, h, i, d);
+void Machine::execute(Process& process, const Accumulate& accumulate) {
+  for (int64_t b = 0; b < accumulate.sizes.batch; ++b) {
+    for (int64_t h = 0; h < accumulate.sizes.heads; ++h) {
+      for (int64_t i = 0; i < accumulate.sizes.rows; ++i) {
+        for (int64_t d = 0; d < accumulate.sizes.depth; ++d) {
+          element(process, accumulate.dst, b, h, i, d) += element(process, accumulate.src, b, h, i, d);
         }
       }
     }

@@ -36,13 +36,6 @@ std::vector<int64_t> global_indices(const Region& region, const std::vector<int6
   return indices;
 }
 
-// Returns the linear coordinate of a position over a set of mesh dims, ignoring the other dims.
-int64_t coordinate_over(const Mesh& mesh, int64_t position, MeshDimSet dims) {
-  int64_t linear = 0;
-  for (const int d : dims.to_vector()) linear = linear * mesh.dim_size(d) + mesh.coordinate(position, d);
-  return linear;
-}
-
 // Returns the mesh dims that become partial. A plan between two meshes first does all pending reductions.
 MeshDimSet new_partial_dims(const Plan& plan) {
   return crosses(plan) ? plan.dst.partial_dims() : plan.dst.partial_dims() - plan.src.partial_dims();
@@ -70,29 +63,31 @@ class Expectation {
   // to a pending reduction.
   double held(int64_t position, int64_t element) const {
     if (partial_.empty()) return static_cast<double>(element + 1);
-    return share(coordinate_over(mesh_, position, kept_), coordinate_over(mesh_, position, reduced_), element);
+    return contribution(mesh_.coordinate_index(position, kept_.to_vector()),
+                        mesh_.coordinate_index(position, reduced_.to_vector()), element);
   }
 
-  // Returns the value that an element should have after the plan's reductions, on the rank at a position. Of its
-  // coordinates, only those on the dims that stay partial matter.
+  // Returns the value that an element must have after the plan's reductions on the rank at a position. It depends only
+  // on the coordinates on the mesh dims that stay partial.
   double expected(int64_t position, int64_t element) const {
     if (partial_.empty()) return static_cast<double>(element + 1);
-    const int64_t kept = coordinate_over(mesh_, position, kept_);
-    double value = raised_share(kept, 0, element);
-    for (int64_t i = 1; i < num_reduced_; ++i) value = combine(op_, value, raised_share(kept, i, element));
+    const int64_t kept = mesh_.coordinate_index(position, kept_.to_vector());
+    double value = summand(kept, 0, element);
+    for (int64_t i = 1; i < num_reduced_; ++i) value = combine(op_, value, summand(kept, i, element));
     value /= divisor_;
     return power_ != 0 ? std::pow(value, 1.0 / power_) : value;
   }
 
  private:
-  // Returns a small integer, so that sums and products are exact. Neighboring elements and ranks differ.
-  static double share(int64_t kept, int64_t reduced, int64_t element) {
+  // Returns the contribution to an element of the rank with these indices on kept_ and reduced_: a small integer, so
+  // that sums and products are exact. Neighboring elements and ranks have different contributions.
+  static double contribution(int64_t kept, int64_t reduced, int64_t element) {
     return static_cast<double>(1 + (element * 7 + kept * 5 + reduced * 3 + element / 11) % 13);
   }
 
-  // Returns a contribution as it is summed: raised to the power of a pending norm.
-  double raised_share(int64_t kept, int64_t reduced, int64_t element) const {
-    const double value = share(kept, reduced, element);
+  // Returns the number that the reduction combines: the contribution, raised to the power of a pending norm.
+  double summand(int64_t kept, int64_t reduced, int64_t element) const {
+    const double value = contribution(kept, reduced, element);
     return power_ != 0 ? std::pow(value, power_) : value;
   }
 
@@ -117,6 +112,7 @@ class NewPartials {
     for (const int d : dims_.to_vector()) placement_ = plan.dst.placements()[d];
   }
 
+  // Returns true if some mesh dim becomes partial.
   bool any() const { return !dims_.empty(); }
 
   // Adds the value that one rank holds of an element. `expected` is the value to which all ranks' values must reduce.
@@ -137,15 +133,15 @@ class NewPartials {
   void check() const {
     const Mesh& mesh = plan_.dst.mesh();
     const int64_t n = mesh.group_size(dims_);
-    double averaged = 1;
+    double divisor = 1;
     for (const int d : dims_.to_vector()) {
-      if (plan_.dst.placements()[d].op == ReduceOp::kAvg) averaged *= static_cast<double>(mesh.dim_size(d));
+      if (plan_.dst.placements()[d].op == ReduceOp::kAvg) divisor *= static_cast<double>(mesh.dim_size(d));
     }
     for (const auto& [base, entries] : entries_) {
       for (size_t element = 0; element < entries.size(); ++element) {
         const Entry& entry = entries[element];
         if (entry.count == 0) continue;  // the element is in the part of other ranks
-        double value = entry.value / averaged;
+        double value = entry.value / divisor;
         if (placement_.op == ReduceOp::kNorm) value = std::pow(value, 1.0 / placement_.norm_power);
         if (entry.count != n || !close(value, entry.expected)) {
           fail(plan_, "element ", element, " reduces to ", value, " instead of ", entry.expected);
@@ -168,8 +164,8 @@ class NewPartials {
   std::map<int64_t, std::vector<Entry>> entries_;
 };
 
-// Returns the elements of the rank's input.
-Machine::Payload held_by(const Plan& plan, const Expectation& expectation, Rank rank) {
+// Returns the elements that the rank holds before the plan.
+Machine::Payload input_of(const Plan& plan, const Expectation& expectation, Rank rank) {
   const std::optional<Position> position = plan.src.mesh().position_of(rank);
   Machine::Payload values;
   if (!position) return values;
@@ -179,7 +175,8 @@ Machine::Payload held_by(const Plan& plan, const Expectation& expectation, Rank 
   return values;
 }
 
-// Compares a rank's result with the expectation, or adds it to `new_partials`. Returns the number of its elements.
+// Compares a rank's result with the expectation. Adds it to `new_partials` instead if mesh dims become partial. Returns
+// the number of its elements.
 int64_t check_result(const Plan& plan, const Expectation& expectation, Rank rank, const Machine::Payload& output,
                      NewPartials& new_partials) {
   const std::optional<Position> position = plan.dst.mesh().position_of(rank);
@@ -236,18 +233,18 @@ SimulationReport simulate(const Plan& plan) {
   for (const Rank rank : ranks_of(plan)) {
     Program program = compile(plan, rank);
     report.peak_bytes[rank] = program.peak_bytes();
-    machine.add(rank, std::move(program), {held_by(plan, expectation, rank)});
+    machine.add(rank, std::move(program), {input_of(plan, expectation, rank)});
   }
   machine.run();
 
   NewPartials new_partials(plan);
-  for (const auto& [rank, promised_peak] : report.peak_bytes) {
+  for (const auto& [rank, predicted_peak] : report.peak_bytes) {
     report.elements_checked += check_result(plan, expectation, rank, machine.output(rank), new_partials);
     const int64_t received = machine.received_bytes(rank);
-    const int64_t promised = traffic_at(plan, rank).received_bytes;
-    if (received != promised) fail(plan, "rank ", rank, " receives ", received, " bytes instead of ", promised);
-    if (machine.peak_bytes(rank) != promised_peak) {
-      fail(plan, "rank ", rank, " allocates ", machine.peak_bytes(rank), " bytes instead of ", promised_peak);
+    const int64_t predicted = traffic_at(plan, rank).received_bytes;
+    if (received != predicted) fail(plan, "rank ", rank, " receives ", received, " bytes instead of ", predicted);
+    if (machine.peak_bytes(rank) != predicted_peak) {
+      fail(plan, "rank ", rank, " allocates ", machine.peak_bytes(rank), " bytes instead of ", predicted_peak);
     }
     report.received_bytes[rank] = received;
     report.received_bytes_sum += received;
@@ -262,7 +259,7 @@ int64_t simulation_bytes(const Plan& plan, int64_t peak_bytes) {
   const auto item = static_cast<double>(plan.src.dtype().size_bytes());
   const auto elements = [&](const Layout& layout) { return static_cast<double>(layout.largest_part_bytes()) / item; };
   // The number of doubles that a rank holds at once: its input, its buffers, its contributions to collectives, which
-  // are kept to the end, and the indices with which results are checked.
+  // the simulation keeps to the end, and the indices with which results are checked.
   double values = elements(plan.src) + static_cast<double>(peak_bytes) / item + 2 * elements(plan.dst);
   for (const Step& step : plan.steps) values += is_local(step.op) ? 0 : elements(step.before);
   const auto of_program = [&](Rank rank) { return program_bytes(compile(plan, rank)); };
