@@ -53,7 +53,7 @@ double median(std::vector<double> values) {
 }
 
 // Returns the cost of a byte: for each number of peers, the difference quotient of the two largest sizes; then the
-// median. Returns 0 if no number of peers has two sizes.
+// median. Returns 0 if that is negative, or if no number of peers has two sizes.
 double seconds_per_byte(const std::vector<LinkPoint>& points) {
   std::map<int64_t, std::vector<std::pair<int64_t, double>>> by_peers;
   for (const LinkPoint& p : points) by_peers[p.peers].emplace_back(p.sent_bytes, p.seconds);

@@ -67,8 +67,9 @@ std::vector<int64_t> borders_of(const Plan& plan, int tensor_dim) {
   return fits_limit ? borders : std::vector<int64_t>{};
 }
 
-// Returns the number of indices of a range that are `remainder` modulo `count`.
+// Returns the number of indices of a range that are `remainder` modulo `count`: the segment's share of the range.
 int64_t num_in_segment(Interval range, int64_t remainder, int64_t count) {
+  // Returns this number for the range from 0 to `end`.
   const auto below = [&](int64_t end) { return end > remainder ? (end - 1 - remainder) / count + 1 : 0; };
   return below(range.end) - below(range.begin);
 }
@@ -93,33 +94,34 @@ std::vector<int64_t> lengths_of_runs(const Cut& cut, int64_t n, int64_t k) {
   return lengths;
 }
 
-// Returns the cell length of one layout: the greatest common divisor of the lengths of all runs. The last cut may make
-// runs of unequal lengths; returns 0 for other unequal parts, which have no cells.
+// Returns the cell length of one layout: the greatest common divisor of the lengths of all runs. For example, S(0) of
+// 16 rows over 4 ranks has cells of 4 rows. The last cut may make runs of unequal lengths; returns 0 for other unequal
+// parts, which have no cells.
 int64_t cell_of(const Layout& layout, int tensor_dim) {
   const std::vector<Cut>& cuts = layout.cuts(tensor_dim);
   const int64_t n = layout.shape()[tensor_dim];
   int64_t cell = n;
-  const auto add = [&](const std::vector<Digit>& digits) {
+  const auto include_weights = [&](const std::vector<Digit>& digits) {
     for (const Digit& digit : digits) cell = std::gcd(cell, digit.weight);
   };
   if (const auto digits = digits_of(layout.mesh(), n, cuts)) {
-    add(*digits);
+    include_weights(*digits);
     return cell;
   }
   const std::vector<Cut> before(cuts.begin(), cuts.end() - 1);
   const auto digits = digits_of(layout.mesh(), n, before);
   if (!digits || !cuts.back().rule.makes_runs()) return 0;
-  add(*digits);
-  const int64_t list = n / layout.mesh().group_size(dims_of(before));
-  for (const int64_t length : lengths_of_runs(cuts.back(), list, layout.mesh().dim_size(cuts.back().mesh_dim))) {
+  include_weights(*digits);
+  const int64_t list_length = n / layout.mesh().group_size(dims_of(before));
+  for (const int64_t length : lengths_of_runs(cuts.back(), list_length, layout.mesh().dim_size(cuts.back().mesh_dim))) {
     cell = std::gcd(cell, length);
   }
   return cell;
 }
 
-// Returns the placements of one uniform segment. Rules may name sizes that a segment does not have. So the tensor dim
-// is cut by the strided cuts that make the same parts, or by runs that are `count` times shorter. Mesh dims of size 1
-// cut nothing.
+// Returns the placements of one uniform segment. The rules of the plan may name sizes that do not fit a segment, so
+// they are replaced by strided cuts that make the same parts, or by runs that are `count` times shorter. Mesh dims of
+// size 1 cut nothing.
 std::vector<Placement> placements_of_segment(const Layout& layout, const Segments& segments) {
   const int tensor_dim = segments.tensor_dim;
   std::vector<Placement> placements = layout.placements();
@@ -230,18 +232,19 @@ PartsInSegments::PartsInSegments(const Layout& layout, int tensor_dim) {
   });
 }
 
-// Each run of a part is divided equally; some segments get one extra index. `more` counts the extra indices.
+// Every segment gets an equal share of each run of a part, and some segments one index more. `more` counts these
+// indices.
 int64_t PartsInSegments::largest_count_in_segment(int64_t count) const {
   int64_t most = 0;
   std::vector<int64_t> more;  // indexed by segment
   for (const IntervalList& list : parts_) {
-    int64_t at_least = 0;
+    int64_t equal_shares = 0;
     more.assign(count, 0);
     for (const Interval& interval : list) {
-      at_least += (interval.end - interval.begin) / count;
+      equal_shares += (interval.end - interval.begin) / count;
       for (int64_t i = interval.end - (interval.end - interval.begin) % count; i < interval.end; ++i) ++more[i % count];
     }
-    most = std::max(most, at_least + *std::max_element(more.begin(), more.end()));
+    most = std::max(most, equal_shares + *std::max_element(more.begin(), more.end()));
   }
   return most;
 }

@@ -44,8 +44,8 @@ constexpr int64_t kMaxRanksInNonUniformSegments = 512;
 // them unequal and each is one run of its list.
 int64_t cell_length(const Plan& plan, int tensor_dim);
 
-// Returns true if a plan between two meshes can be carried out in these segments: they must be uniform or within the
-// limits above, and every step must communicate at most once.
+// Returns true if a plan can be carried out in these segments. Several segments require a plan between two meshes,
+// steps that communicate at most once, and segments that are uniform or within the limits above.
 bool can_run_in_segments(const Plan& plan, const Segments& segments);
 
 // Returns true if all segments of a plan are uniform.

@@ -54,10 +54,10 @@ Layout without_dims(const Layout& layout, MeshDimSet mesh_dims) {
                 layout.flattened());
 }
 
-// Returns the union of disjoint ascending lists.
-IntervalList union_of(const std::vector<Interval>& all) {
+// Returns the list of disjoint intervals in any order.
+IntervalList union_of(const std::vector<Interval>& intervals) {
   IntervalList list;
-  for (const Interval& interval : sorted_by_begin(all)) append(list, interval);
+  for (const Interval& interval : sorted_by_begin(intervals)) append(list, interval);
   return list;
 }
 
@@ -109,8 +109,8 @@ class Blocks {
     size_t end_of(size_t block) const { return block + 1 < begins.size() ? begins[block + 1] : members.size(); }
   };
 
-  // Makes an axis and divides its members into blocks of at most `ranks`. Then divides `ranks` by the largest block:
-  // that many blocks of the next axis may be combined with it.
+  // Makes an axis and divides its members into blocks of at most `ranks`. Then divides `ranks` by the size of the
+  // largest block: so many members of the next axes may be combined in one block.
   void divide(int tensor_dim, int64_t& ranks) {
     Axis axis{tensor_dim, {}, {}};
     const int64_t size = tensor_dim == kReplicas ? grid_.replicas() : std::ssize(grid_.lists(tensor_dim));
@@ -118,21 +118,21 @@ class Blocks {
       if (tensor_dim == kReplicas || !grid_.lists(tensor_dim)[member].empty()) axis.members.push_back(member);
     }
     const std::vector<std::vector<int64_t>> nodes = nodes_of(axis, size);
-    size_t most = 1;
+    size_t largest_block = 1;
     for (size_t i = 0; i < axis.members.size(); ++i) {
       const size_t begin = axis.begins.empty() ? 0 : axis.begins.back();
       const bool is_full = static_cast<int64_t>(i - begin) == ranks;
       if (i == 0 || is_full || nodes[axis.members[i]] != nodes[axis.members[begin]]) {
         axis.begins.push_back(i);
       } else {
-        most = std::max(most, i - begin + 1);
+        largest_block = std::max(largest_block, i - begin + 1);
       }
     }
-    ranks /= static_cast<int64_t>(most);
+    ranks /= static_cast<int64_t>(largest_block);
     axes_.push_back(std::move(axis));
   }
 
-  // Returns the nodes of each member's ranks, in the same order for all members; empty lists if nodes do not matter.
+  // Returns the nodes of each member's ranks, by position of the ranks. Returns empty lists if blocks may span nodes.
   std::vector<std::vector<int64_t>> nodes_of(const Axis& axis, int64_t size) const {
     std::vector<std::vector<int64_t>> nodes(size);
     if (ranks_per_node_ == 0) return nodes;
@@ -145,8 +145,8 @@ class Blocks {
     return nodes;
   }
 
-  // Returns the placement of the relays on an axis: a relay has the union of its block's shards. Returns nullopt if the
-  // shards have too many runs.
+  // Returns the placement of the relays on an axis. On an axis of shards, a relay has the union of its block's shards.
+  // Returns nullopt if these have too many runs.
   std::optional<Placement> placement_on(const Axis& axis) const {
     if (axis.tensor_dim == kReplicas) return Placement::replicate();
     size_t runs = 0;
@@ -237,6 +237,7 @@ std::vector<Layout> relays_of(const Layout& layout, int64_t wanted) {
       if (relays > 1 && !is_known && cut_last(layout, dims)) dim_sets.push_back(dims);
     }
   }
+  // Returns the ratio of the number of relays to `wanted`, or the inverse, whichever is larger.
   const auto distance = [&](MeshDimSet dims) {
     const int64_t relays = mesh.size() / mesh.group_size(dims);
     return std::max(relays, wanted) / std::min(relays, std::max<int64_t>(wanted, 1));

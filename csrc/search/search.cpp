@@ -50,7 +50,7 @@ class LatencyBound {
   }
 
  private:
-  // Data from another node may be forwarded within the node. So all factorizations of `ranks` are tried: ranks reached
+  // Data from another node may be forwarded within the node. So `ranks` is divided in all ways into ranks reached
   // between nodes, times ranks reached within the node.
   int64_t compute(int64_t steps, int64_t ranks, bool needs_other_nodes) const {
     if (!needs_other_nodes) return at_least_steps(inside_, steps, ranks);
@@ -73,12 +73,13 @@ class LatencyBound {
     return best;
   }
 
-  // Returns the bound for exactly `steps` steps over one kind of link. The sum of the messages is smallest if every
-  // step has r - 1 or r of them.
+  // Returns the bound for exactly `steps` steps over one kind of link. A step of m messages multiplies the number of
+  // ranks by m + 1. The sum of the messages is smallest if every step multiplies by r or r + 1, where r is the largest
+  // number with r^steps <= ranks.
   int64_t exactly_steps(const Link& link, int64_t steps, int64_t ranks) const {
     int64_t r = steps == 1 ? ranks : 1;
     while (!reaches(r + 1, steps, 0, ranks + 1)) ++r;
-    int64_t more = 0;
+    int64_t more = 0;  // number of steps that multiply by r + 1
     while (!reaches(r, steps - more, more, ranks)) ++more;
     const int64_t messages = std::max(steps * (r - 1) + more, steps);
     return steps * step_ps_ + saturating_product(messages, link.message_ps);

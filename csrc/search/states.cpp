@@ -97,7 +97,7 @@ class States {
     return true;
   }
 
-  // Adds every list of cuts of a tensor dim that begins with `cuts`.
+  // Adds every list of cuts of a tensor dim that begins with `cuts` and continues with mesh dims in `unused`.
   void add_all_lists(int t, const std::vector<Cut>& cuts, const std::vector<int>& unused) {
     if (!add_list(t, cuts)) return;
     for (const int d : unused) {
@@ -123,8 +123,9 @@ class States {
     return !of_end[cuts.size()].rule.is_strided_or_chunks() && std::equal(cuts.begin(), cuts.end(), of_end.begin());
   }
 
-  // Returns the split factors that a cut after `list` may have: products of the sizes of mesh dims that are not in the
-  // list, because these may have been gathered or may cut later.
+  // Returns the split factors that a cut by `mesh_dim` after `list` may have: products of the sizes of mesh dims that
+  // are not in the list, because these may have been gathered or may cut later. For a=2, b=4 and the empty list, a cut
+  // by a may have the factors 1 and 4.
   std::vector<int64_t> factors_after(const std::vector<Cut>& list, int mesh_dim) const {
     MeshDimSet others;
     for (int d = 0; d < mesh_.ndim(); ++d) {
@@ -212,8 +213,9 @@ class States {
     }
   }
 
-  // Appends the cuts of one end whose mesh dims have this role, in that end's order. The sizes of missing earlier cuts
-  // become split factors. Returns false if a rule would cut different parts than at that end.
+  // Appends the cuts of one end whose mesh dims have this role, in that end's order. Split factors make up for earlier
+  // cuts that are missing: of S(0) over a, then b, the cut by b alone is SS(0,|a|). Returns false if another rule would
+  // cut different parts than at that end.
   bool append(std::vector<Cut>& cuts, const Layout& end, int t, const std::vector<Role>& roles, Role role) const {
     int64_t factor = 1;
     for (const Cut& c : end.cuts(t)) {

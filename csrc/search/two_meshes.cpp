@@ -26,16 +26,16 @@ namespace {
 // Mesh dims of the destination are split if a plan takes longer than the lower bound by more than 1/8 of it.
 constexpr int64_t kSplitsAboveFraction = 8;
 
-// Relays are tried in two cases. First, if messages of the crossing take more than 1 / kRelaysAboveFraction of a plan's
-// time, if kRelaysAboveRatio times fewer messages are sent in the other direction (where relays have as many peers as
-// the ranks that they stand for), and if the saved messages take longer than another step. Second, if relays are
-// estimated to save 1 / kRelaysAboveFraction of the plan's time.
+// Relays are tried if they are estimated to save 1 / kRelaysAboveFraction of a plan's time. They are also tried if the
+// crossing's messages take more than this fraction, if the saved messages take longer than another step, and if one
+// side has kRelaysAboveRatio times as many messages as the other, where a relay has those of all ranks that it stands
+// for.
 constexpr int64_t kRelaysAboveFraction = 4;
 constexpr int64_t kRelaysAboveRatio = 4;
 constexpr size_t kPairsWithRelays = 4;  // maximum number of pairs of layouts that are tried with relays
 
 // Conditions under which pairs of layouts are tried as plans in segments.
-constexpr int64_t kSegmentsAboveFraction = 20;      // sent bytes exceed received, and time the bound, by more than 1/20
+constexpr int64_t kSegmentsAboveFraction = 20;      // sent exceed received bytes, and time its bound, by over 1/20
 constexpr int64_t kSegmentsAboveSteps = 8;          // minimum bound in step latencies, which each segment pays
 constexpr size_t kPairsInSegments = 6;              // maximum number of these pairs
 constexpr int64_t kMaxRanksTriedInSegments = 1024;  // maximum number of ranks of both meshes together
@@ -43,6 +43,7 @@ constexpr int64_t kMaxRanksTriedInSegments = 1024;  // maximum number of ranks o
 // Maximum number of overlaps of parts with which ReplicaPolicy::kNodeLocal is tried, because it lists all messages.
 constexpr int64_t kMaxListedOverlaps = 1 << 16;
 
+// The ranks and nodes of two meshes in common.
 struct CommonRanks {
   bool shares_ranks = false;  // the two meshes have ranks in common
   bool shares_nodes = false;  // some node has ranks of both meshes
@@ -95,9 +96,9 @@ class Crossings {
  private:
   // The moves on one mesh before or after the crossing. The steps are computed when they are needed.
   struct Leg {
-    Layout layout;
-    Layout from;
-    Layout to;
+    Layout layout;     // the end of the leg at the crossing
+    Layout from;       // the first layout of the leg
+    Layout to;         // its last layout
     int64_t elements;  // size of the largest part
     Cost cost_bound;   // lower bound; exact once the steps are known
     std::optional<std::vector<Step>> steps;
@@ -156,20 +157,20 @@ class Crossings {
       least = time;
       best_ = std::move(steps);
     };
-    std::set<size_t> firsts;
-    for (const auto& [longest, i, j] : pairs) {
+    std::set<size_t> tried;  // indices in before_ that were tried with balanced relays
+    for (const auto& [time_bound, i, j] : pairs) {
       Leg& first = before_[i];
       find_steps(first);
       find_steps(after_[j]);
       std::vector<Leg> lasts{after_[j]};
-      if (const std::optional<Layout> other = balanced(first.layout, after_[j].layout, after_[j].to)) {
-        add(lasts, *other, *other, after_[j].to);
+      if (const std::optional<Layout> stripes = balanced(first.layout, after_[j].layout, after_[j].to)) {
+        add(lasts, *stripes, *stripes, after_[j].to);
       }
       for (Leg& last : lasts) {
         find_steps(last);
         try_steps(joined_steps(first, {cost_.cheapest(first.layout, last.layout)->first}, last));
       }
-      if (!firsts.insert(i).second) continue;
+      if (!tried.insert(i).second) continue;
       for (int t = 0; t < goal_.ndim(); ++t) {
         const std::optional<Layout> relays = balanced_relays(first.layout, goal_, t);
         if (!relays || relays->mesh() == first.layout.mesh()) continue;
@@ -180,7 +181,7 @@ class Crossings {
     }
   }
 
-  // Return a lower bound on the time of a plan in any number of segments.
+  // Return a lower bound on the time of these legs and their crossing, or of these steps, in any number of segments.
   int64_t segmented_time_bound(const Leg& first, const Leg& last) const {
     const std::array<int64_t, 3> times{first.cost_bound.first, crossing_lower_bound(first, last).first,
                                        last.cost_bound.first};
@@ -215,7 +216,7 @@ class Crossings {
     return best_timed_segments(plan).picoseconds;
   }
 
-  // Tries pairs over relays, in the order of the time of the other moves plus the estimated time of the relays.
+  // Tries pairs of legs with relays between them, in the order of the legs' time plus the estimated time of the relays.
   void try_relays() {
     const auto [fewer, messages] = std::minmax(best_crossing_.messages, best_crossing_.sent_messages);
     const bool fans_out = best_crossing_.sent_messages == messages;
@@ -241,8 +242,8 @@ class Crossings {
     for (const auto& [estimate, i, j] : pairs) try_relays_between(before_[i], after_[j], fans_out);
   }
 
-  // Returns true in the first case of kRelaysAboveFraction. `fewer` and `messages` are the most messages that a rank
-  // sends and the most that a rank receives in the crossing, the smaller number first.
+  // Returns true if relays may save messages (kRelaysAboveFraction). `fewer` and `messages` are the most messages that
+  // a rank sends and the most that a rank receives in the crossing, the smaller number first.
   bool relays_may_save_messages(int64_t fewer, int64_t messages) const {
     const int64_t latency = saturating_product(messages, best_link_.message_ps);
     if (messages < kRelaysAboveRatio * fewer || latency < best_cost_->first / kRelaysAboveFraction) return false;
@@ -251,8 +252,7 @@ class Crossings {
     return saturating_product(messages - 2 * root, best_link_.message_ps) > topology_.step_ps;
   }
 
-  // Returns true in the second case of kRelaysAboveFraction: relays from source to goal are estimated, from sizes
-  // alone, to be much faster than the best plan.
+  // Returns true if relays from source to goal are estimated, from sizes alone, to be much faster than the best plan.
   bool relays_may_save_time(bool fans_out) const {
     const Layout& many = fans_out ? goal_ : before_.front().layout;
     const Layout& few = fans_out ? before_.front().layout : goal_;
