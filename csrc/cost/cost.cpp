@@ -19,6 +19,13 @@ int64_t saturating_product(int64_t a, int64_t b) { return saturated(static_cast<
 
 int64_t saturating_sum(int64_t a, int64_t b) { return std::min(a + b, kCeiling); }
 
+void raise_to(StepCounts& maxima, const Traffic& traffic) {
+  maxima.received_bytes = std::max(maxima.received_bytes, traffic.received_bytes);
+  maxima.sent_bytes = std::max(maxima.sent_bytes, traffic.sent_bytes);
+  maxima.messages = std::max(maxima.messages, traffic.messages);
+  maxima.sent_messages = std::max(maxima.sent_messages, traffic.sent_messages);
+}
+
 int64_t predicted_picoseconds(bool local, const StepCounts& counts, const Link& link, const Topology& topology) {
   const int64_t copies = picoseconds_for(counts.touched_bytes, topology.memory_ps_per_kib);
   if (local) return copies;

@@ -40,6 +40,9 @@ struct StepCounts {
   std::optional<ByLink> by_link = std::nullopt;
 };
 
+// Raises each maximum to the count of one rank if that is higher.
+void raise_to(StepCounts& maxima, const Traffic& traffic);
+
 // Returns the predicted time of a step: collectives x step latency + max(messages received, sent) x message latency +
 // max(bytes received, sent) over `link` (the slowest link of the group) + local copies. A local step only copies.
 //

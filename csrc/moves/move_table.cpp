@@ -26,22 +26,14 @@ std::optional<MeshDimSet> allowed_span(MeshDimSet needed, const Mesh& mesh, cons
   return best;
 }
 
-// Raises each count to that of `traffic` if it is lower.
-void raise_to(StepCounts& maxima, const Traffic& traffic) {
-  maxima.received_bytes = std::max(maxima.received_bytes, traffic.received_bytes);
-  maxima.sent_bytes = std::max(maxima.sent_bytes, traffic.sent_bytes);
-  maxima.messages = std::max(maxima.messages, traffic.messages);
-  maxima.sent_messages = std::max(maxima.sent_messages, traffic.sent_messages);
-}
-
 }  // namespace
 
-MoveTable::MoveTable(const Layout& layout, Lowering lowering, bool ordered, MeshDimSet between)
+MoveTable::MoveTable(const Layout& layout, Lowering lowering, bool ordered, MeshDimSet between_nodes)
     : layout_(layout),
       lowering_(lowering),
       ordered_(ordered),
-      between_(between),
-      node_size_(layout.mesh().size() / layout.mesh().group_size(between)),
+      between_nodes_(between_nodes),
+      node_size_(layout.mesh().size() / layout.mesh().group_size(between_nodes)),
       item_bytes_(layout.dtype().size_bytes()),
       corners_(layout_.mesh()),
       lists_(layout.ndim()),
@@ -243,7 +235,8 @@ StepCounts MoveTable::exchange_counts(const State& before, const State& after, c
     raise_to(maxima, exchange_traffic(before, after, varying, corner));
   }
   if (maxima.messages > 0) return maxima;
-  // Nothing moves at these corners, because parts are very small. Data moves in other groups, or between inner ranks.
+  // Nothing moves at these corners, because parts are very small. Data moves in other groups, or between inner
+  // ranks.
   for (const Corner corner : corners_.of(before.cut_dims | after.cut_dims | move.mesh_dims)) {
     raise_to(maxima, exchange_traffic(before, after, varying, corner));
   }
@@ -301,7 +294,7 @@ MoveTable::Distance MoveTable::distance(const State& before, const State& after)
     distance.missing_min = after.elements - (to_reduce.empty() ? shared : 0);
     if (distance.sources == 1 && differs) distance.sources = 2;  // a rank may need all of another rank's part
     distance.sources *= layout_.mesh().group_size(to_reduce);
-    const bool lacks_all = differs_between_nodes || !(to_reduce & between_).empty();
+    const bool lacks_all = differs_between_nodes || !(to_reduce & between_nodes_).empty();
     const int64_t missed_by_node = needed_by_node - (lacks_all ? 0 : shared_by_node);
     distance.needs_other_nodes = missed_by_node > 0;
     distance.from_other_nodes = (missed_by_node + node_size_ - 1) / node_size_;
@@ -391,8 +384,8 @@ void MoveTable::set_closed_form(ListPair& pair, const Matching& matching) const 
   for (const Matching::Common& digit : matching.digits()) {
     const int from = digit.before.mesh_dim;
     const int to = digit.after.mesh_dim;
-    const bool is_between_before = from >= 0 && between_.contains(from);
-    const bool is_between_after = to >= 0 && between_.contains(to);
+    const bool is_between_before = from >= 0 && between_nodes_.contains(from);
+    const bool is_between_after = to >= 0 && between_nodes_.contains(to);
     if (from >= 0 && to >= 0 && !(digit.before == digit.after)) {
       if (pair.num_ties == ListPair::kMaxTies) return;
       pair.ties[pair.num_ties++] = {to, digit.radix};

@@ -28,17 +28,17 @@
 
 namespace shardwright {
 
-using Cuts = std::vector<std::vector<Cut>>;
+using Cuts = std::vector<std::vector<Cut>>;  // the list of cuts of each tensor dim
 
 class MoveTable {
  public:
   // States have the mesh, shape and dtype of `layout`, and its reductions on their pending mesh dims. With `ordered`,
   // reductions add in the order of positions; otherwise native collectives are used if there are any. Ranks whose
-  // coordinates differ on a mesh dim of `between` are on different nodes.
-  MoveTable(const Layout& layout, Lowering lowering, bool ordered = false, MeshDimSet between = {});
+  // coordinates differ on a mesh dim of `between_nodes` are on different nodes.
+  MoveTable(const Layout& layout, Lowering lowering, bool ordered = false, MeshDimSet between_nodes = {});
 
   struct State {
-    std::vector<int> lists;  // indexed by tensor dim
+    std::vector<int> lists;  // the number of the list of each tensor dim
     MeshDimSet cut_dims;
     MeshDimSet partial_dims;
     int64_t elements = 0;  // elements of the largest part
@@ -120,7 +120,7 @@ class MoveTable {
     bool takes_long = false;             // there are many pieces to compare, and no digits
     bool has_closed_form = false;        // closed formulas from digits give the following fields
     bool differs = false;                // some rank has nothing of the part that it needs, because a tie differs
-    bool differs_between_nodes = false;  // as `differs`, with both coordinates on mesh dims in between_
+    bool differs_between_nodes = false;  // as `differs`, with both coordinates on mesh dims in between_nodes_
     MeshDimSet spanned;                  // the mesh dims that a move must span because of this tensor dim
     int64_t shared = 1;                  // indices in both parts of a rank whose coordinates agree on all ties
     int64_t sources = 1;                 // number of parts before that intersect one part after
@@ -183,8 +183,8 @@ class MoveTable {
   Layout layout_;
   Lowering lowering_;
   bool ordered_;
-  MeshDimSet between_;
-  int64_t node_size_;                     // number of ranks on a node: those with equal coordinates on between_
+  MeshDimSet between_nodes_;
+  int64_t node_size_;                     // number of ranks on a node: those with equal coordinates on between_nodes_
   int64_t item_bytes_;                    // size of an element
   Corners corners_;                       // for the lists without digits
   std::vector<std::vector<List>> lists_;  // by tensor dim, then by number

@@ -52,11 +52,7 @@ StepCounts counts_over_classes(const Step& step, Lowering lowering) {
       is_examined = is_examined && (step.mesh_dims.contains(d) || mesh.coordinate(position, d) == 0);
     }
     if (!is_examined) continue;
-    const Traffic rank_traffic = traffic.at(position);
-    maxima.received_bytes = std::max(maxima.received_bytes, rank_traffic.received_bytes);
-    maxima.sent_bytes = std::max(maxima.sent_bytes, rank_traffic.sent_bytes);
-    maxima.messages = std::max(maxima.messages, rank_traffic.messages);
-    maxima.sent_messages = std::max(maxima.sent_messages, rank_traffic.sent_messages);
+    raise_to(maxima, traffic.at(position));
     maxima.touched_bytes = std::max(maxima.touched_bytes, num_elements(step.after.region(position)) * item);
   }
   maxima.collectives =
