@@ -137,7 +137,7 @@ bool only_reduces(const Layout& from, const Layout& to) {
 Plan empty_plan(const Layout& src, const Layout& dst, const PlanOptions& options) {
   check_same_tensor(src, dst);
   check_user(src.mesh() == dst.mesh() || options.groups.empty(), "groups must not be given between two meshes, got ",
-             options.groups.size(), " sets of mesh dims for ", src, " -> ", dst);
+             options.groups.size(), " sets of mesh dims for ", src, " -> ", dst, "; leave groups out");
   Topology topology = options.topology ? *options.topology : Topology::named(options.lowering.default_topology);
   topology.check();
   return {src, dst, options.lowering, options.objective, std::move(topology), !options.groups.empty(), {}};
@@ -175,7 +175,7 @@ Plan plan_through(const std::vector<Layout>& layouts, const PlanOptions& options
     if (!(layouts[i].mesh() == layouts[i + 1].mesh())) {
       check_user(layouts[i].partial_dims().empty() && layouts[i + 1].partial_dims().empty(),
                  "through: neighbors on different meshes must be layouts without partials, got ", layouts[i], " -> ",
-                 layouts[i + 1]);
+                 layouts[i + 1], "; reduce them before the mesh changes");
       plan.steps.push_back({StepOp::kCross, {}, layouts[i], layouts[i + 1], ReplicaPolicy::kEvenBytes});
       continue;
     }

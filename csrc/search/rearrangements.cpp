@@ -158,7 +158,8 @@ std::vector<Step> reductions_over_groups(const Layout& src, const Layout& goal, 
   }
   if (std::optional<Step> last = rearrangement(at, goal, ReplicaPolicy::kWholeMessages)) {
     check_user(last->op == StepOp::kSlice, "groups must not be given for ", src, " -> ", goal,
-               ", because its rearrangement involves all ranks, got ", options.groups.size(), " sets of mesh dims");
+               ", because its rearrangement involves all ranks, got ", options.groups.size(),
+               " sets of mesh dims; leave groups out");
     steps.push_back(std::move(*last));
   }
   return steps;
