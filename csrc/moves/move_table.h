@@ -165,6 +165,7 @@ class MoveTable {
   //   rank (0, 0)   kept 2, sources 1, sent 2, receivers 1; the part after is held twice, so it sends 2 x 2 - 2 = 2
   //   rows rank (1, 0)   kept 0, sources 1, sent 0, receivers 0; it receives 2 - 0 = 2 rows in 1 message
   Traffic exchange_traffic(const State& before, const State& after, MeshDimSet varying, Corner corner);
+  // Returns true if all parts of all tensor dims have equal size.
   bool has_equal_parts(const State& state) const;
   // Return the indices of a tensor dim, and the elements of the tensor, that the rank at a corner holds.
   int64_t length_at(int tensor_dim, int list, Corner corner);
@@ -178,6 +179,7 @@ class MoveTable {
   // Returns true if a reduce-scatter over `reduced` leads from one state to the other: these mesh dims become cuts, and
   // nothing else changes.
   bool is_reduce_scatter(const State& before, const State& after, MeshDimSet reduced);
+  // Returns the key of an entry of dim_traffic_ or lengths_.
   static Key key(int tensor_dim, int before, int after, uint32_t varying, Corner corner);
 
   Layout layout_;

@@ -57,6 +57,7 @@ class Corners {
   Corner projected(Corner corner, MeshDimSet mesh_dims) const {
     return {corner.last & mesh_dims.bits(), corner.base == 0 ? 0 : projected_base(corner.base, mesh_dims)};
   }
+  // Returns the position of a corner.
   int64_t position(Corner corner) const {
     return corner_position(mesh_, MeshDimSet::from_bits(corner.last)) + corner.base;
   }
@@ -97,6 +98,7 @@ struct RankSample {
 //   S(0) over a -> S(1) over b, even: one range on each
 class RankClasses {
  public:
+  // Puts all ranks of the mesh into one class.
   explicit RankClasses(const Mesh& mesh);
 
   // Separates ranks that hold or exchange different amounts in a move between these layouts, which are on the mesh.

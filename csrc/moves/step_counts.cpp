@@ -229,6 +229,7 @@ class NonUniformSegments {
   }
 
  private:
+  // Returns the largest fraction of the longest part that is in one segment.
   static Share share(const PartsInSegments& parts, int64_t count) {
     return parts.longest() == 0 ? Share{1, count} : Share{parts.largest_count_in_segment(count), parts.longest()};
   }

@@ -117,6 +117,7 @@ class RelaySearch {
         cost_(options, topology),
         is_worth_(is_worth) {}
 
+  // Returns the cheapest crossings over relays, or nullopt if is_worth accepts none.
   std::optional<OverRelays> cheapest() {
     int64_t wanted = 1;  // number of relays with which all ranks send and receive equally many messages
     while (wanted * wanted < from_.mesh().size() * to_.mesh().size()) ++wanted;

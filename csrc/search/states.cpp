@@ -30,6 +30,7 @@ class States {
     }
   }
 
+  // Returns the states in the order of the search.
   std::vector<MoveTable::State> all() {
     choose_even_dims();
     tries_all_lists_ = static_cast<int>(mesh_dims_.size()) <= kMaxDimsWithAllLists;

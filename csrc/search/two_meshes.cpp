@@ -75,6 +75,7 @@ class Crossings {
         tensor_dims_(tensor_dims_to_cut(src, goal)),
         common_(common_ranks(src.mesh(), goal.mesh(), topology.ranks_per_node)) {}
 
+  // Returns the steps of the cheapest plan.
   std::vector<Step> cheapest() {
     for (const Layout& layout : layouts_before_crossing()) add(before_, layout, src_, layout);
     for (const Layout& layout : layouts_after_crossing(goal_)) add(after_, layout, layout, goal_);

@@ -78,7 +78,7 @@ class Machine {
   void start(Process& process, int instruction, const Fetch& operation);
   // Records the rank's contribution to its next collective in a group.
   void contribute(Process& process, int instruction, int group_index, Contribution contribution);
-  // Carry out a compute instruction.
+  // Carry out an instruction that computes.
   static void execute(Process& process, const Copy& copy);
   static void execute(Process& process, const FillZero& fill);
   static void execute(Process& process, const Divide& divide);
