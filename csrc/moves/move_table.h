@@ -34,7 +34,7 @@ class MoveTable {
  public:
   // States have the mesh, shape and dtype of `layout`, and its reductions on their pending mesh dims. With `ordered`,
   // reductions add in the order of positions; otherwise native collectives are used if there are any. Ranks whose
-  // coordinates differ on a mesh dim of `between_nodes` are on different nodes.
+  // coordinates differ on a mesh dim of `between_nodes` count as ranks of different nodes.
   MoveTable(const Layout& layout, Lowering lowering, bool ordered = false, MeshDimSet between_nodes = {});
 
   struct State {

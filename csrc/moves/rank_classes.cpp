@@ -22,7 +22,7 @@ constexpr int64_t kMaxPiecesCompared = 4096;
 std::vector<MeshDimSet> corners_of(MeshDimSet mesh_dims) {
   std::vector<MeshDimSet> corners;
   if (mesh_dims.count() <= kMaxDimsWithAllCorners) {
-    uint32_t subset = 0;
+    uint32_t subset = 0;  // goes through all subsets of the bits of mesh_dims
     do {
       corners.push_back(MeshDimSet::from_bits(subset));
       subset = (subset - mesh_dims.bits()) & mesh_dims.bits();

@@ -14,7 +14,7 @@ using CutList = std::vector<Cut>;
 constexpr int64_t kMaxRanksCompared = int64_t{1} << 16;
 
 // Maximum number of ranks along the mesh dims of both lists for which unequal parts are compared group by group.
-constexpr int64_t kMaxGroupsCompared = 4096;
+constexpr int64_t kMaxRanksGathered = 4096;
 
 // Returns the cuts that remain once the mesh dims `gathered` are gathered. A gathered cut is dropped, and each later
 // cut gets the rule that makes the same parts without it (CutRule::with_gathered). Returns nullopt if there is no such
@@ -99,8 +99,9 @@ bool are_equal_when_gathered(const Mesh& mesh, int64_t n, const CutList& before,
   if (cuts_evenly(mesh, n, before) && cuts_evenly(mesh, n, after)) {
     return canonical(mesh, n, *left_before) == canonical(mesh, n, *left_after);
   }
+  // If parts differ in size, equal remaining cuts are not enough: compares the elements that the ranks hold together.
   if (*left_before != *left_after) return false;
-  if (mesh.group_size(dims_of(before) | dims_of(after)) > kMaxGroupsCompared) return false;
+  if (mesh.group_size(dims_of(before) | dims_of(after)) > kMaxRanksGathered) return false;
   const CutList first_before = without_gathered_tail(before, gathered_before);
   const CutList first_after = without_gathered_tail(after, gathered_after);
   if (first_before == first_after) return true;

@@ -153,7 +153,7 @@ class Search {
   static constexpr int kSource = 0;
   static constexpr int kGoal = 1;
 
-  // Returns the mesh dims along which all ranks are on different nodes.
+  // Returns the mesh dims along which some ranks are on different nodes. Moves over them use the link between nodes.
   static MeshDimSet dims_between_nodes(const Mesh& mesh, const Topology& topology) {
     MeshDimSet dims;
     for (int d = 0; d < mesh.ndim(); ++d) {
@@ -271,7 +271,7 @@ class Search {
   // Returns the sets of mesh dims that may still be pending after an allowed reduction, the empty set included.
   std::vector<MeshDimSet> possible_remainders(MeshDimSet to_reduce) const {
     std::vector<MeshDimSet> all;
-    uint32_t left = 0;
+    uint32_t left = 0;  // goes through all subsets of the bits of to_reduce
     do {
       const MeshDimSet remaining = MeshDimSet::from_bits(left);
       if (remaining.empty() || may_reduce(to_reduce, to_reduce - remaining)) all.push_back(remaining);
@@ -280,7 +280,8 @@ class Search {
     return all;
   }
 
-  // Removes and returns the open node with the least bound on the total cost, or -1 if no node is open.
+  // Removes and returns the open node with the least bound on the total cost, or -1 if no node is open. Skips entries
+  // of the queue that a cheaper path to their node has replaced.
   int pop_cheapest_open() {
     while (!open_.empty()) {
       const auto [total, node] = open_.top();
@@ -418,7 +419,7 @@ class Search {
   const Layout& goal_;
   const PlanOptions& options_;
   const Topology& topology_;
-  MeshDimSet between_nodes_;  // mesh dims that lead to other nodes
+  MeshDimSet between_nodes_;  // mesh dims along which some ranks are on different nodes
   MoveTable table_;
   MeshDimSet goal_partials_;  // mesh dims that are pending in source and goal
   std::vector<Link> links_;   // by mesh dim
