@@ -195,12 +195,7 @@ TrafficTotals totals_between_meshes(const Plan& plan) {
       of_steps[s].add(traffic);
       all = all + traffic;
     }
-    all = multiplied(all, plan.segments.count / static_cast<int64_t>(plans.size()));
-    result.received_bytes_max = std::max(result.received_bytes_max, all.received_bytes);
-    result.received_bytes_sum += all.received_bytes;
-    result.sent_bytes_max = std::max(result.sent_bytes_max, all.sent_bytes);
-    result.messages_max = std::max(result.messages_max, all.messages);
-    result.sent_messages_max = std::max(result.sent_messages_max, all.sent_messages);
+    result.add(multiplied(all, plan.segments.count / static_cast<int64_t>(plans.size())));
   }
   if (plan.segments.count == 1) result.of_steps = with_local_steps(plan, of_steps);
   return result;
@@ -233,11 +228,7 @@ TrafficTotals totals(const Plan& plan) {
       of_steps[s].add(traffic);
       all = all + traffic;
     }
-    result.received_bytes_max = std::max(result.received_bytes_max, all.received_bytes);
-    result.received_bytes_sum += all.received_bytes * sample.weights[i];
-    result.sent_bytes_max = std::max(result.sent_bytes_max, all.sent_bytes);
-    result.messages_max = std::max(result.messages_max, all.messages);
-    result.sent_messages_max = std::max(result.sent_messages_max, all.sent_messages);
+    result.add(all, sample.weights[i]);
   }
   if (sample.is_complete || steps.size() == 1) result.of_steps = with_local_steps(plan, of_steps);
   if (sample.is_complete) return result;

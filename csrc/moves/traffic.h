@@ -78,6 +78,15 @@ struct TrafficTotals {
       messages_max = std::max(messages_max, traffic.messages);
     }
   };
+  // Includes `count` ranks with this traffic in the maxima and the sum.
+  void add(const Traffic& traffic, int64_t count = 1) {
+    received_bytes_max = std::max(received_bytes_max, traffic.received_bytes);
+    received_bytes_sum += traffic.received_bytes * count;
+    sent_bytes_max = std::max(sent_bytes_max, traffic.sent_bytes);
+    messages_max = std::max(messages_max, traffic.messages);
+    sent_messages_max = std::max(sent_messages_max, traffic.sent_messages);
+  }
+
   // Indexed by step. Empty for plans in segments, and if several steps communicate and not all classes were examined.
   std::vector<OfStep> of_steps;
 };
