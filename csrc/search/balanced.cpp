@@ -166,6 +166,7 @@ class Receivers {
                      [&](const Receiver& a, const Receiver& b) { return begin_of(a) < begin_of(b); });
   }
 
+  // Returns false if the parts have too many runs to be divided into stripes.
   bool can_divide() const { return runs_ <= kMaxRunsDivided; }
   size_t size() const { return all_.size(); }
   const IntervalList& part(size_t i) const { return all_[i].part; }  // indices that the i-th receiver needs

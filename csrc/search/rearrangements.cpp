@@ -179,22 +179,22 @@ std::vector<Step> cheapest_rearrangement(const Layout& src, const Layout& goal, 
   };
   for (const bool scatters : {true, false}) {
     if ((to_reduce.empty() || src.ndim() == 0) && scatters) continue;
-    StepSequence first;
-    const Layout at = to_reduce.empty() ? src : reduced(src, to_reduce, scatters);
+    StepSequence reduction;
+    const Layout reduced_src = to_reduce.empty() ? src : reduced(src, to_reduce, scatters);
     if (!to_reduce.empty()) {
-      std::optional<Step> step = move_between(src, at);
+      std::optional<Step> step = move_between(src, reduced_src);
       if (!step && scatters) continue;  // no single move makes chunks of uneven parts
-      check_invariant(step.has_value(), "no single reduction leads from ", src, " to ", at);
+      check_invariant(step.has_value(), "no single reduction leads from ", src, " to ", reduced_src);
       step->ordered = options.ordered;
-      sequences.add(first, named_by_collective(std::move(*step)));
+      sequences.add(reduction, named_by_collective(std::move(*step)));
     }
-    const StepSequence direct = sequences.rearranged(at, goal);
-    keep_if_better(Sequences::joined(first, direct));
+    const StepSequence direct = sequences.rearranged(reduced_src, goal);
+    keep_if_better(Sequences::joined(reduction, direct));
     const int64_t stripes_lower_bound =
-        saturating_sum(first.picoseconds, sequences.two_steps_lower_bound(direct.received_bytes));
+        saturating_sum(reduction.picoseconds, sequences.two_steps_lower_bound(direct.received_bytes));
     if (options.objective != Objective::kTime || best->picoseconds <= stripes_lower_bound) continue;
     for (const Layout& stripes : stripes_of(goal)) {
-      const StepSequence to_stripes = Sequences::joined(first, sequences.rearranged(at, stripes));
+      const StepSequence to_stripes = Sequences::joined(reduction, sequences.rearranged(reduced_src, stripes));
       keep_if_better(Sequences::joined(to_stripes, sequences.moved(stripes, goal)));
     }
   }

@@ -14,6 +14,12 @@ namespace shardwright {
 // faster, ranks that need the same elements receive a stripe each in the rearrangement and gather the stripes: over
 // each mesh dim that replicates the goal, or over all of them.
 //
+// Example: [P, S(0)] on a=2, b=4 to [R, Pieces(...)]. Four sequences are compared:
+//   reduce_scatter over a, rearrange
+//   reduce_scatter over a, rearrange such that the ranks along a receive a stripe each, gather over a
+//   all_reduce over a, rearrange
+//   all_reduce over a, rearrange such that the ranks along a receive a stripe each, gather over a
+//
 // Other intermediate layouts are not searched.
 //
 // If options.groups is not empty, pending reductions are done over these groups, in one step or over one mesh dim after
