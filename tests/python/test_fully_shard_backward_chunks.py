@@ -227,7 +227,8 @@ def _takes_less_memory() -> None:
         for _ in range(4):
             step()
         sw.runtime.release_staging()
-        _, allocated = allocated_peak(step)
+        # On a busy machine, the threads of transfers release their buffers late.
+        allocated = min(allocated_peak(step)[1] for _ in range(3))
         runner = getattr(model, ATTRIBUTE).runner
         peaks.append((runner._arena.numel() + allocated, sw.fsdp.schedule(model).peak_bytes))
     (whole, planned), (chunked, in_chunks) = peaks
