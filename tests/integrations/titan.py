@@ -7,6 +7,7 @@ without a factor (`set_force_sum_reduction_for_comms`), and `all_to_all` of part
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -18,14 +19,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.attention.flex_attention import create_block_mask
 
 HERE = Path(__file__).resolve().parent
 NUM_RANKS = 4
 LENGTH = 64  # tokens of a sequence
 
 
-def make_assets(folder: Path) -> None:
-    """Makes a tokenizer and a dataset from the documents of this repository."""
+def make_assets(folder: Path, characters: int = 2000) -> None:
+    """Makes a tokenizer and a dataset of texts of this length from the documents of this repository."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     texts = [path.read_text() for path in sorted(HERE.parents[1].glob("docs/*.md"))]
@@ -38,21 +41,32 @@ def make_assets(folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer" / "tokenizer.json"))
     special = {"bos_token": "<bos>", "eos_token": "<eos>"}
     (folder / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(special))
-    parts = [text[at : at + 2000] for text in texts for at in range(0, len(text), 2000)]
+    parts = [text[at : at + characters] for text in texts for at in range(0, len(text), characters)]
     (folder / "text" / "train.json").write_text("".join(json.dumps({"text": part}) + "\n" for part in parts))
 
 
-def train(folder: Path, module: str, config: str, *arguments: str, steps: int = 20, layers: int = 0) -> dict[str, Any]:
-    """Trains on four ranks, in float32. Returns lists by step, of rank 0: losses, norms, seconds, counters.
+def train(
+    folder: Path,
+    module: str,
+    config: str,
+    *arguments: str,
+    steps: int = 20,
+    layers: int = 0,
+    ranks: int = NUM_RANKS,
+    attention: str | None = "attention",
+) -> dict[str, Any]:
+    """Trains in float32. Returns lists by step, of rank 0: losses, norms, seconds, counters.
 
     Args:
         folder: with the files of `make_assets`.
         module, config, arguments: torchtitan's arguments.
         layers: the number of layers to keep, and of narrow experts; 0: the model as configured.
+        ranks: the number of ranks. Weights start with the same values on any number.
+        attention: the override of FlexAttention, a function of titan_overrides; None: not overridden.
     """
     record = folder / "record.json"
     record.unlink(missing_ok=True)
-    overrides = ["titan_overrides.attention", *(["titan_overrides.narrow_experts"] if layers else [])]
+    overrides = [f"titan_overrides.{name}" for name in (attention, "narrow_experts" if layers else None) if name]
     options = {
         "--module": module,
         "--config": config,
@@ -66,7 +80,7 @@ def train(folder: Path, module: str, config: str, *arguments: str, steps: int = 
         "--debug.seed": 42,
         "--comm.trace_buf_size": 0,
     }
-    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", NUM_RANKS, HERE / "titan.py"]
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", ranks, HERE / "titan.py"]
     given = [word for option in options.items() for word in option]
     command = [sys.executable, "-m", *launcher, *given, "--training.disable_cuda_graphs", *arguments]
     settings = {
@@ -79,7 +93,7 @@ def train(folder: Path, module: str, config: str, *arguments: str, steps: int = 
         "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
     }
     done = subprocess.run(
-        [str(word) for word in [*command, "--override.imports", *overrides]],
+        [str(word) for word in [*command, *(["--override.imports", *overrides] if overrides else [])]],
         env={**os.environ, **settings},
         cwd=folder,
         capture_output=True,
@@ -124,6 +138,40 @@ class GlooDistributed:
             output.copy_(part)
 
 
+def count_attention() -> dict[str, int]:
+    """Returns the number of calls of our attention, forward and backward, which later calls increase."""
+    from shardwright.attention import operators
+
+    counts = {"attended": 0, "attended_backward": 0}
+    run = operators._run
+
+    def counted(inputs: list[torch.Tensor], *others: Any) -> list[torch.Tensor]:
+        counts["attended_backward" if len(inputs) > 4 else "attended"] += 1
+        return run(inputs, *others)
+
+    operators._run = counted
+    return counts
+
+
+def initialize_by_global_shape() -> None:
+    """Makes the initial values of weights independent of their shards."""
+    from torchtitan.protocols.module import Module
+
+    initialize, numbers = Module._init_param, itertools.count()
+
+    def initialize_full(self: Any, name: str, parameter: torch.Tensor) -> None:
+        full = torch.empty(parameter.shape, dtype=parameter.dtype)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(next(numbers))
+            initialize(self, name, full)
+        if isinstance(parameter, DTensor):
+            mesh, placements = parameter.device_mesh, parameter.placements
+            full = distribute_tensor(full, mesh, placements, src_data_rank=None)
+        parameter.copy_(full)
+
+    Module._init_param = initialize_full
+
+
 def main() -> None:
     """Trains on this rank, with torchtitan's arguments from the command line."""
     use_cpu()
@@ -131,6 +179,7 @@ def main() -> None:
     from torchtitan import train as program
     from torchtitan.components.metrics import MetricsProcessor
     from torchtitan.distributed import fsdp
+    from torchtitan.models.common import attention as attention_masks
 
     import shardwright as sw
 
@@ -145,7 +194,8 @@ def main() -> None:
         counts = sw.stats()
         assert counts["fallbacks"] == 0, counts["fallback_reasons"]
         clocks = time.perf_counter(), time.process_time()
-        steps.append((loss, norm, *clocks, counts["calls"], counts["dispatches"], counts["products"]))
+        counters = (counts["calls"], counts["dispatches"], counts["products"], *attention.values())
+        steps.append((loss, norm, *clocks, *counters))
         log(self, step, loss, largest, norm, **rest)
 
     def sum_gradients(model: Any) -> None:
@@ -160,13 +210,16 @@ def main() -> None:
             del config.model_spec.model.layers[int(os.environ["TITAN_LAYERS"]) :]
         return config
 
+    attention_masks._compiled_create_block_mask = create_block_mask  # compilation takes longer than the steps
+    attention = count_attention()
+    initialize_by_global_shape()
     MetricsProcessor.log = log_and_keep
     fsdp.disable_fsdp_gradient_division = sum_gradients
     program.ConfigManager.parse_args = shortened
     spmd_types.set_dist(GlooDistributed())
     program.main()
     if os.environ["RANK"] == "0":
-        names = ("losses", "norms", "seconds", "cpu_seconds", "calls", "dispatches", "products")
+        names = ("losses", "norms", "seconds", "cpu_seconds", "calls", "dispatches", "products", *attention)
         found = {name: list(values) for name, values in zip(names, zip(*steps))}
         Path(os.environ["TITAN_RECORD"]).write_text(json.dumps(found))
 
