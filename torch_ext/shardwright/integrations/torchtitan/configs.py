@@ -26,6 +26,7 @@ def with_shardwright(config: Trainer.Config) -> Trainer.Config:
     | redistributes of DTensors, such as gradient norms | `sw.enable()` |
     | products of `tp_gemm_backend="dist_gemm"` | `sw.all_gather_matmul`, `sw.matmul_reduce_scatter` |
     | `AllToAllTokenDispatcher` of expert parallelism | `sw.experts` |
+    | attention over the ranks of context parallelism | `sw.attention` |
 
     Args:
         config: a configuration with a model, which is not yet changed by the command line.

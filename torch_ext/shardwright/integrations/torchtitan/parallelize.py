@@ -22,6 +22,7 @@ from ...fsdp import fully_shard
 from ...layouts.errors import argument_error
 from ...spmd.redistributes import redistribute
 from ..linears import REPLACEMENTS
+from .attention import replace_attention
 
 Types = Mapping[MeshAxisName, Any]
 
@@ -39,6 +40,8 @@ def with_our_functions(parallelize_fn: Callable[..., nn.Module]) -> Callable[...
         module.spmd_validate_redistributions = check_redistributes
         for name, function in REPLACEMENTS.items():
             setattr(dist_gemm, name, SimpleNamespace(apply=function))
+        if kwargs["parallel_dims"].cp_enabled:
+            replace_attention(*args, **kwargs)
         return parallelize_fn(*args, **kwargs)
 
     return parallelize
