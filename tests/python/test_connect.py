@@ -128,6 +128,30 @@ def test_connect_may_be_retried(tmp_path: pathlib.Path) -> None:
     jobs.launch(tmp_path, _connect_with_a_late_rank, JOBS)
 
 
+def _connect_with_other_backends(shared: Any, role: str, rank: int) -> None:
+    """The jobs' default groups have different backends, so that they must name one for the connection."""
+    if role == "trainer":
+        dist.destroy_process_group()
+        store = dist.PrefixStore("other", shared)
+        dist.init_process_group("cpu:gloo", store=store, rank=rank, world_size=JOBS[role])
+    differing = "backend must be the same in all jobs, got cpu:gloo .*trainer 0, 1.*; cpu:gloo,cuda:gloo .*server 0"
+    with pytest.raises(RuntimeError, match=differing):
+        sw.connect(shared, role, 5)
+    link = sw.connect(shared, role, 5, backend="cpu:gloo")
+    assert str(dist.get_backend_config(link.group)) == "cpu:gloo"
+    src, dst = _layouts(link)
+    full = oracle.global_tensor(SHAPE, torch.float32, 1)
+    wanted = parts.part_of(full, dst, link.rank) if link.rank in dst.mesh.ranks else None
+    held = parts.part_of(full, src, link.rank) if role == "trainer" else None
+    moved = sw.redistribute_local(held, src, dst, group=link.group)
+    assert wanted is None or oracle.difference(moved, wanted) is None
+    link.close()
+
+
+def test_jobs_with_different_default_backends_name_one(tmp_path: pathlib.Path) -> None:
+    jobs.launch(tmp_path, _connect_with_other_backends, JOBS)
+
+
 def _message_of(call: Callable[[], Any]) -> str:
     with pytest.raises((RuntimeError, ValueError)) as raised:
         call()

@@ -108,16 +108,16 @@ class Connection:
         times = self._times_made[ranks] = self._times_made.get(ranks, 0) + 1
         name = f"{self._jobs.prefix}/ranks {'_'.join(map(str, ranks))} {times}"
         try:
-            group = groups.make_over_store(name, self._jobs.store, ranks.index(self.rank), len(ranks), self._timeout)
+            at, size, backend = ranks.index(self.rank), len(ranks), self._jobs.backend
+            group = groups.make_over_store(name, self._jobs.store, at, size, self._timeout, backend=backend)
         except RuntimeError as error:
             raise RuntimeError(
                 f"connect: {self._jobs.me} could not join the group of ranks {ranks}: {error}"
             ) from error
         # PyTorch looks up this process by its rank in its own world. Ranks of other jobs have none there, so their keys
         # are numbers above it.
-        world_size = dist.get_world_size()
-        own = {self.ranks(self.role)[i]: i for i in range(world_size)}
-        key_of = {rank: own.get(rank, world_size + rank) for rank in ranks}
+        own = {rank: i for i, rank in enumerate(self.ranks(self.role))}
+        key_of = {rank: own.get(rank, len(own) + rank) for rank in ranks}
         distributed_c10d._world.pg_group_ranks[group] = {key_of[rank]: i for i, rank in enumerate(ranks)}
         checking.texts_of[group] = self._jobs.texts
         return group
@@ -130,6 +130,7 @@ def connect(
     *,
     declared: Mapping[str, Any] | None = None,
     name: str = "default",
+    backend: str | None = None,
     timeout_seconds: float | None = None,
 ) -> Connection:
     """Makes one process group of the ranks of several jobs. All ranks of all jobs must call.
@@ -140,6 +141,8 @@ def connect(
         world_size: the number of ranks of all jobs together.
         declared: layouts, meshes, texts, numbers, or lists of these, by name; they must be the same in all jobs.
         name: the name of the connection. Connections that share a store at the same time have different names.
+        backend: the backend of the new group, as in ``init_process_group``. Default: that of the default group, which
+            then must be the same in all jobs.
         timeout_seconds: time to wait for the others, and the timeout of the new group; default: the timeout of the
             default group.
 
@@ -164,7 +167,8 @@ def connect(
     texts = _texts({} if declared is None else declared)
     groups.check_initialized()
     timeout = groups.default_timeout() if timeout_seconds is None else timedelta(seconds=timeout_seconds)
-    jobs = _JobExchange(store, role, dist.get_rank(), name, world_size)
+    config = dist.get_backend_config() if backend is None else dist.BackendConfig(dist.Backend(backend))
+    jobs = _JobExchange(store, role, name, world_size, str(config))
     members = jobs.gather(timeout)
     jobs.compare(texts, sorted(members), timeout)
     return Connection(jobs, members, timeout)
@@ -185,9 +189,9 @@ def _maker_of(connection: weakref.ref[Connection]) -> groups.Maker:
 class _JobExchange:
     """The exchange of texts among the processes of all jobs, through the store."""
 
-    def __init__(self, store: dist.Store, role: str, rank: int, name: str, world_size: int) -> None:
-        self.role, self.rank, self.world_size = role, rank, world_size
-        self.me = f"{role} {rank}"  # this process in errors
+    def __init__(self, store: dist.Store, role: str, name: str, world_size: int, backend: str) -> None:
+        self.role, self.rank, self.world_size, self.backend = role, dist.get_rank(), world_size, backend
+        self.me = f"{role} {self.rank}"  # this process in errors
         self.store = store
         self.everyone = f"shardwright/connect/{name}"  # the key that counts processes; prefix of the others
         # A process that comes after all `world_size` processes, or after one of them has timed out, belongs to the next
@@ -213,7 +217,7 @@ class _JobExchange:
             "rank": self.rank,
             "ranks": dist.get_world_size(),
             "world_size": self.world_size,
-            "backend": str(dist.get_backend_config()),
+            "backend": self.backend,
         }
         self.store.set(f"{self.everyone}/member {self.call_index}", json.dumps(member))
         keys = [f"{self.everyone}/member {self.first_call_index + i}" for i in range(self.world_size)]
@@ -234,7 +238,7 @@ class _JobExchange:
                 f"connect: {self.me} waited {timeout.total_seconds():g} s for {self.world_size} ranks, but only "
                 f"{len(here)} called: {_listed(here)}; {_missing(here)}"
             )
-        self._check_equal(here, "backend", "backend of the default group")
+        self._check_equal(here, "backend", "backend")
         members = {(member["role"], member["rank"]): member for member in here}
         sizes = {member["role"]: member["ranks"] for member in here}
         if len(members) < len(here) or sum(sizes.values()) != self.world_size or len(sizes) < 2:
@@ -280,16 +284,14 @@ def _text(value: Any, name: str) -> str:
         return repr(value)
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(_text(item, name) for item in value)}]"
-    allowed = "a layout, mesh, text, number or list of these"
-    raise argument_error(f"declared[{name!r}]", allowed, f"a {type(value).__name__}")
+    raise argument_error(f"declared[{name!r}]", "a layout, mesh, text, number or list", f"a {type(value).__name__}")
 
 
 def _listed(members: Sequence[dict[str, Any]]) -> str:
     """Returns a text such as "server 0, 1; trainer 0, 2"."""
-    by_role: dict[str, list[int]] = {}
-    for member in members:
-        by_role.setdefault(member["role"], []).append(member["rank"])
-    return "; ".join(f"{role} {', '.join(map(str, sorted(ranks)))}" for role, ranks in sorted(by_role.items()))
+    roles = sorted({member["role"] for member in members})
+    ranks = {role: sorted(member["rank"] for member in members if member["role"] == role) for role in roles}
+    return "; ".join(f"{role} {', '.join(map(str, ranks[role]))}" for role in roles)
 
 
 def _missing(members: Sequence[dict[str, Any]]) -> str:

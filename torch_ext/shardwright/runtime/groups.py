@@ -333,9 +333,9 @@ def check_may_make(ranks: tuple[int, ...], may_make: bool) -> None:
 
 
 def make_over_store(
-    name: str, store: dist.Store, rank: int, size: int, timeout: timedelta, ranks: Sequence[int] = ()
+    name: str, store: dist.Store, rank: int, size: int, timeout: timedelta, ranks: Sequence[int] = (), backend: str = ""
 ) -> dist.ProcessGroup:
-    """Returns a new process group of processes that reach the store, with the default group's backend.
+    """Returns a new process group of processes that reach the store. Its backend is by default the default group's.
 
     Collective among its members. The caller adds it to PyTorch's table of ranks. `ranks` is empty for a group of
     several jobs, as for a default group, because processes of other jobs have no ranks in this one.
@@ -345,7 +345,7 @@ def make_over_store(
             size,
             rank,
             list(ranks),
-            str(dist.get_backend_config()),
+            backend or str(dist.get_backend_config()),
             store,
             group_name=name,
             backend_options=_options(),
