@@ -111,6 +111,7 @@ MAX_CODE_LINES = {
     "graph": 299,
     "integrations": 185,
     "integrations/torchtitan": 297,
+    "integrations/verl": 200,
     "integrations/vllm": 190,
     "layouts": 470,
     "loaders": 300,

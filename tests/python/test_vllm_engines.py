@@ -109,6 +109,8 @@ def _serve(store: dist.Store, rank: int) -> None:
 
 
 def _check_refusal(engine: Any) -> None:
+    from shardwright.integrations.vllm.loading import checked_loader
+
     class MarlinMethod:
         pass
 
@@ -116,7 +118,7 @@ def _check_refusal(engine: Any) -> None:
     with pytest.raises(
         ValueError, match="the quant_method of .* must be one of .*UnquantizedLinearMethod, got MarlinM"
     ):
-        engine._checked_load([])([])
+        checked_loader(engine.model, [])([])
     del engine.model.quant_method
 
 

@@ -34,9 +34,7 @@ from ...rules import cast
 from ...runtime.connecting import Connection, connect
 from ...transfers.transfer import transfer
 from . import BACKEND
-
-# Names of methods of layers that leave parameters as the loader writes them.
-PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
+from .loading import checked_loader
 
 
 @dataclass(kw_only=True)
@@ -83,7 +81,7 @@ class ServerEngine(WeightTransferEngine[ServerInitInfo, UpdateInfo]):
         self._link = connect(store, "server", init_info.world_size)
         weights = {name: (shape, getattr(torch, dtype)) for name, shape, dtype in init_info.weights}
         to = recorded_destination(
-            self._checked_load(init_info.plain_methods),
+            checked_loader(self.model, init_info.plain_methods),
             weights,
             self._link.ranks("server"),
             parameters=self.model.named_parameters(),
@@ -109,20 +107,6 @@ class ServerEngine(WeightTransferEngine[ServerInitInfo, UpdateInfo]):
 
     def shutdown(self) -> None:
         self._link.close()
-
-    def _checked_load(self, plain_methods: list[str]) -> Callable[..., object]:
-        """Returns the model's loader. It raises ValueError if a layer may convert its parameters after loading."""
-        allowed = {*PLAIN_METHODS, *plain_methods}
-
-        def load(weights: Any) -> object:
-            for name, module in self.model.named_modules():
-                method = getattr(module, "quant_method", None)
-                if method is not None and type(method).__name__ not in allowed:
-                    kind = type(method).__name__
-                    raise argument_error(f"the quant_method of {name}", f"one of {', '.join(sorted(allowed))}", kind)
-            return self.model.load_weights(weights)
-
-        return load
 
 
 @dataclass
