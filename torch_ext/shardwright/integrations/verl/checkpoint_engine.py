@@ -58,6 +58,10 @@ class Options:
     plain_methods: list[str] = field(default_factory=list)
     backend: str | None = None
 
+    def __post_init__(self) -> None:
+        """Replaces OmegaConf's lists by Python's."""
+        self.unused, self.unwritten, self.plain_methods = map(list, (self.unused, self.unwritten, self.plain_methods))
+
 
 class Shards:
     """The trainer's weights as DTensors. Iteration yields verl's full tensors, as other checkpoint engines need them.
