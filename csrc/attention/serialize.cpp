@@ -109,6 +109,10 @@ std::pair<Attention, bool> attention_from_bytes(std::string_view bytes) {
 
 bool is_attention(std::string_view bytes) { return kind_of(bytes) == kKind; }
 
+bool is_attention_text(std::string_view text) {
+  return text.substr(0, text.find('|')).find(" attention") != std::string_view::npos;
+}
+
 std::string to_text(const Attention& attention, bool is_backward) {
   return to_text(concat(method_name(attention.method), is_backward ? " attention backward" : " attention"),
                  to_bytes(attention, is_backward));

@@ -18,5 +18,7 @@ bool is_attention(std::string_view bytes);
 
 // "ring attention|base64"
 std::string to_text(const Attention& attention, bool is_backward);
+// Returns true if the label of a text is one of an attention. Does not decode the text.
+bool is_attention_text(std::string_view text);
 
 }  // namespace shardwright

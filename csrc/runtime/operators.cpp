@@ -27,8 +27,10 @@
 namespace shardwright {
 namespace {
 
-// Maximum number of entries of each cache in this file.
+// Maximum numbers of entries of each cache in this file. Every batch of documents has attentions of its own, so few of
+// them are kept.
 constexpr size_t kMaxExecutables = 8192;
+constexpr size_t kMaxAttentions = 128;
 
 // Returns `output`, cloned if it aliases `input`: operators must not return their inputs.
 at::Tensor fresh(const at::Tensor& output, const at::Tensor& input) {
@@ -329,22 +331,29 @@ std::shared_ptr<const CompiledProgram> compile_text(const std::string& text, Ran
                                            std::make_unique<MatmulOrigin>(bytes), rank);
 }
 
+// Returns the cache of values made from texts of the same kind.
+template <typename Value>
+BoundedCache<std::string, Value>& cache_for(const std::string& text) {
+  static auto* attentions = new BoundedCache<std::string, Value>(kMaxAttentions);
+  static auto* others = new BoundedCache<std::string, Value>(kMaxExecutables);
+  return is_attention_text(text) ? *attentions : *others;
+}
+
 }  // namespace
 
 std::shared_ptr<const CompiledProgram> compiled_of(const std::string& text, Rank rank) {
-  static auto* cache = new BoundedCache<std::string, std::shared_ptr<const CompiledProgram>>(kMaxExecutables);
-  return cache->get_or_make(key_of(text, {}, to_int(rank)), [&] { return compile_text(text, rank); });
+  auto& cache = cache_for<std::shared_ptr<const CompiledProgram>>(text);
+  return cache.get_or_make(key_of(text, {}, to_int(rank)), [&] { return compile_text(text, rank); });
 }
 
 ExecutablePtr executable_of(const std::string& plan, const std::vector<std::string>& groups, int64_t rank) {
-  // Executables hold their groups weakly.
-  static auto* cache = new BoundedCache<std::string, ExecutablePtr>(kMaxExecutables);
+  auto& cache = cache_for<ExecutablePtr>(plan);  // executables hold their groups weakly
   std::vector<RankGroupPtr> found_groups;
   for (const std::string& name : groups) found_groups.push_back(group_named(name));
   const auto make = [&] { return std::make_shared<const Executable>(compiled_of(plan, Rank{rank}), found_groups); };
   const auto is_bound = [&](const ExecutablePtr& e) { return e->groups() == found_groups; };
   try {
-    return cache->get_or_make(key_of(plan, groups, rank), make, is_bound);
+    return cache.get_or_make(key_of(plan, groups, rank), make, is_bound);
   } catch (const UserError& error) {
     C10_THROW_ERROR(ValueError, error.what());
   }

@@ -536,15 +536,19 @@ def _compiled() -> None:
 
 
 def _compiles_once() -> None:
-    """Forward and backward are one program each, compiled on first use and then cached."""
+    """Forward and backward are one program each, compiled on first use and then cached. 128 programs are kept."""
     positions = _positions(None, 22)
     local = [t[:, :, positions].requires_grad_() for t in _inputs(1, 2, 2, 22, 8, torch.float32)[:3]]
-    counts = []
-    for _ in range(2):
+    packed = [(i, j, 22 - i - j) for i in range(1, 6) for j in range(1, 15)]  # 70 lists of documents
+
+    def compiled(documents: tuple[int, ...] | None) -> int:
+        """Returns the number of programs that are compiled by a forward and a backward."""
         before = _runtime.counters()["compiled"]
-        sw.attention.scaled_dot_product_attention(*local, size=22, method="ring").sum().backward()
-        counts.append(_runtime.counters()["compiled"] - before)
-    assert counts == [2, 0]
+        mask = None if documents is None else sw.attention.Mask(documents=documents)
+        sw.attention.scaled_dot_product_attention(*local, size=22, method="ring", mask=mask).sum().backward()
+        return _runtime.counters()["compiled"] - before
+
+    assert [compiled(documents) for documents in (None, None, *packed, packed[-1], None)] == [2, 0, *[2] * 70, 0, 2]
 
 
 @only_on_cpu
