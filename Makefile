@@ -46,7 +46,7 @@ BUILD_STAMP := $(VENV)/.stamp-build-cuda-$(or $(SHARDWRIGHT_CUDA),detect)
 LINT_STAMP  := $(LINT_VENV)/.stamp
 DOCS_STAMP  := $(DOCS_VENV)/.stamp
 
-.PHONY: help venv build wheel wheels sdist demo test test-cpp test-python test-async mutation-proof bench bench-experts bench-many bench-fsdp bench-fully-shard bench-planner bench-planning bench-reshard bench-state-dict bench-hunt bench-before-after bench-xla bench-ranking bench-overhead bench-overlap bench-matmul bench-links bench-attention bench-torchtitan bench-transformers test-links test-integrations torch-tests docs lint format sanitize tsan fuzz fuzz-build fuzz-gloo hunt stubs gpu clean distclean
+.PHONY: help venv build wheel wheels sdist demo test test-cpp test-python test-async mutation-proof bench bench-experts bench-many bench-fsdp bench-fully-shard bench-planner bench-planning bench-reshard bench-state-dict bench-hunt bench-before-after bench-xla bench-ranking bench-overhead bench-overlap bench-matmul bench-step-overhead bench-links bench-attention bench-torchtitan bench-transformers test-links test-integrations torch-tests docs lint format sanitize tsan fuzz fuzz-build fuzz-gloo hunt stubs gpu clean distclean
 
 help:
 	@echo 'make build      make the environment, build shardwright and install it there'
@@ -68,6 +68,7 @@ help:
 	@echo 'make bench-many  many tensors in one call on Gloo, against one call per tensor'
 	@echo 'make bench-fsdp  FSDP2 on Gloo, with its own collectives and with ours'
 	@echo 'make bench-fully-shard  fully sharded training steps over links of 300 Mbit/s (root, iproute2)'
+	@echo 'make bench-step-overhead  CPU time of a training step of many tiny weights, against FSDP2'
 	@echo 'make bench-links  overlapping products and redistributes over links of 0.5 to 4 Gbit/s (root, iproute2)'
 	@echo 'make bench-attention  every method of context-parallel attention over such links (root, iproute2)'
 	@echo 'make bench-transformers  steps and checkpoints of transformers on Gloo, stock and with shardwright'
@@ -166,6 +167,9 @@ bench-fsdp: build
 
 bench-fully-shard: build
 	$(HERE) $(PY) benchmarks/fully_shard.py $(ARGS)
+
+bench-step-overhead: build
+	$(HERE) $(PY) benchmarks/step_overhead.py $(ARGS)
 
 bench-links: build
 	$(HERE) $(PY) benchmarks/links.py $(ARGS)

@@ -326,6 +326,13 @@ def attention_of(file: str, methods: list[str]) -> list[str]:
     return table(["nodes x ranks, link", "case", "attention", *methods, "chosen"], rows)
 
 
+def step_overhead() -> list[str]:
+    rows = results("step_overhead-torch2.15.0")["rows"]
+    clocks = ("thread_ms", "process_ms", "elapsed_ms")
+    cells = [[row["name"], *(f"{row[clock]:.0f}" for clock in clocks)] for row in rows]
+    return table(["model", "CPU time of the calling thread", "CPU time of a rank", "elapsed time"], cells)
+
+
 def attention() -> list[str]:
     return attention_of("attention-torch2.15.0", ["serial", "ring", "gather", "ulysses"])
 
@@ -423,6 +430,7 @@ PARTS: dict[str, Callable[[], list[str]]] = {
     "transfers of changes": transfers_of_changes,
     "steps over links": steps_over_links,
     "steps in short": steps_in_short,
+    "step overhead": step_overhead,
     "attention over links": attention,
     "attention on two levels": attention_on_two_levels,
     "einsum": einsum,
