@@ -60,6 +60,7 @@ ORDER = (
     "_runtime",
     "progress_bar",
     "source_build",
+    "builds",
     "doctor",
     "_native",
     "placements",
@@ -100,8 +101,9 @@ SOURCES = ("csrc", "torch_ext", "benchmarks", "examples", "tools")  # folders th
 # for both modules. Before raising a limit, look for code that belongs there. Docstrings, comments and blank lines do
 # not count.
 MAX_CODE_LINES = {
-    ".": 1010,
+    ".": 964,
     "attention": 789,
+    "builds": 76,
     "calibration": 483,
     "cli": 790,
     "debug": 213,

@@ -17,7 +17,7 @@ import jobs
 import oracle
 import parts
 import shardwright as sw
-from shardwright import doctor
+from shardwright import builds
 
 JOBS = {"trainer": 2, "server": 3}  # the server's ranks come first, because roles are sorted by name
 SHAPE = (9, 7)
@@ -224,7 +224,7 @@ def _differing_planning_inputs(shared: Any, role: str, rank: int) -> list[str]:
         sw.unpin(plan)
     with pytest.MonkeyPatch.context() as changing:
         if is_server:
-            changing.setattr(doctor, "version", lambda: "0.0.7")
+            changing.setattr(builds, "version", lambda: "0.0.7")
         messages.append(_message_of(lambda: sw.connect(shared, role, 5, name="by version")))
     link.compare({"same": 1, "roles": [src, dst, mesh]})
     return messages

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 import shardwright as sw
-from shardwright import doctor
+from shardwright import builds, doctor
 
 PACKAGE = Path(sw.__file__).parent
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
@@ -86,6 +87,68 @@ def test_the_build_for_the_installed_torch_is_loaded(copy: Path) -> None:
     shutil.rmtree(module.parent)
     last = _run(use, copy.parent).stderr.strip().splitlines()[-1]
     assert last.startswith("ImportError: shardwright was built for torch 2.98.") and ", 2.99." in last, last
+
+
+def _build(torch_version: str, cuda: str | None) -> builds.Build:
+    return builds.Build({"torch": torch_version, "torch_cuda": "13.0", "cuda": cuda is not None}, f"{cuda or 'cpu'}.so")
+
+
+@pytest.mark.any_torch
+@pytest.mark.parametrize(
+    ("installed", "cuda", "file"),
+    [
+        ("2.13.1+cpu", None, "cpu.so"),
+        ("2.13.1+cu130", "13.0", "cu13.so"),
+        ("2.13.1+cu132", "13.2", "cu13.so"),
+        ("2.13.1+cu126", "12.6", "cpu.so"),
+    ],
+)
+def test_the_build_for_the_cuda_of_torch_is_chosen(
+    monkeypatch: pytest.MonkeyPatch, installed: str, cuda: str | None, file: str
+) -> None:
+    made = [_build("2.12.0+cu130", None), _build("2.13.0+cu130", "cu13"), _build("2.13.0+cu130", None)]
+    monkeypatch.setattr(builds, "all_builds", lambda: made)
+    assert builds.has_build_for(installed, cuda) and builds.build_for(installed, cuda).file == file
+    sentence = builds.fallback(installed, cuda)
+    if cuda == "12.6":
+        assert sentence is not None and "with nvcc of CUDA 12, run: shardwright build" in sentence
+        assert sentence.startswith("torch 2.13.1+cu126 has CUDA 12.6, but there are only builds for torch 2.13 CUDA 13")
+    else:
+        assert sentence is None
+
+
+@pytest.mark.any_torch
+@pytest.mark.parametrize(("cuda", "name"), [(None, "no CUDA"), ("12.6", "CUDA 12.6")])
+def test_cuda_builds_are_not_used_with_another_cuda(
+    monkeypatch: pytest.MonkeyPatch, cuda: str | None, name: str
+) -> None:
+    """No build for CPU is there, so that one has to be made."""
+    monkeypatch.setattr(builds, "all_builds", lambda: [_build("2.12.0", None), _build("2.13.0+cu130", "cu13")])
+    assert not builds.has_build_for("2.13.0", cuda)
+    error = f"^shardwright was built for torch 2.13 CUDA 13, but torch 2.13.0 with {name} is installed; run: "
+    with pytest.raises(ImportError, match=error):
+        builds.build_for("2.13.0", cuda)
+
+
+def test_the_cpu_build_is_used_with_a_warning_if_cuda_differs(copy: Path) -> None:
+    """As in a wheel with CUDA. The torch of this process pretends to have another CUDA than the wheel."""
+    text = (copy / "_build_info.py").read_text()
+    for name, cuda in (("cpu", False), ("cu13", True)):
+        folder = copy / "_runtimes" / name
+        folder.mkdir(parents=True)
+        changed = f"{text}\nBUILD_INFO |= {{'cuda': {cuda}, 'torch_cuda': '13.0', 'cuda_arch_list': '9.0'}}\n"
+        (folder / "_build_info.py").write_text(changed)
+    module = _module_file(copy, "_runtime")
+    module = module.rename(copy / "_runtimes/cpu" / module.name)
+    (copy / "_build_info.py").unlink()
+    warning = r"torch [\w.+]+ has CUDA 12\.6, but there are only builds for torch [\d.]+ CUDA 13: the build for CPU"
+    use = "from shardwright._native import _runtime; print(_runtime.__file__)"
+    ran = _run(f"import torch; torch.version.cuda = '12.6'; {use}", copy.parent)
+    assert ran.stdout == f"{module}\n" and re.match(warning, ran.stderr), ran.stderr
+    use = "from shardwright import doctor; doctor._cuda_of_torch = lambda: '12.6'; print(doctor.main([]))"
+    lines = _run(use, copy.parent).stdout.splitlines()
+    assert lines[-1] == "1" and re.match(f"  problem     {warning}", lines[-2]), lines
+    assert any(re.fullmatch(r"  _runtime    present, for torch [\d.]+ CPU", line) for line in lines), lines
 
 
 def test_undefined_symbol_is_reported(copy: Path) -> None:

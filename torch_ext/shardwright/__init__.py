@@ -96,7 +96,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        value: Any = importlib.import_module(".doctor", __name__).version()
+        value: Any = importlib.import_module(".builds", __name__).version()
     elif name in _MODULES:
         value = importlib.import_module(f".{name}", __name__)
     elif name in _MODULE_OF:

@@ -1,17 +1,19 @@
 """The two compiled modules: `_planner`, which needs no torch, and `_runtime`, which is linked against torch.
 
-Modules import them from here. Of several builds of `_runtime`, the one for the installed torch is loaded. If there is
-none, it is compiled once from the sources in the package; without sources, the error has the command that makes one.
+Modules import them from here. Of several builds of `_runtime`, the one for the installed torch and its CUDA is loaded.
+If there is none, it is compiled once from the sources in the package; without sources, the error has the command that
+makes one. A torch whose CUDA no build has gets the build for CPU, with a warning.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 import sys
 from typing import TYPE_CHECKING, Any
 
-from . import doctor, source_build
+from . import builds, source_build
 
 if TYPE_CHECKING:
     from . import _planner as _planner
@@ -20,7 +22,7 @@ else:
     try:
         _planner = importlib.import_module("._planner", __package__)
     except ImportError as error:
-        raise doctor.import_error("_planner", error) from error
+        raise builds.import_error("_planner", error) from error
 
 
 def __getattr__(name: str) -> Any:
@@ -29,10 +31,13 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import torch  # its libraries must be loaded before those of _runtime
 
-    if source_build.SOURCES.exists() and not doctor.has_build_for(torch.__version__):
-        source_build.build(doctor.version(), torch.__version__)
-        doctor.builds.cache_clear()
-    build = doctor.build_for(torch.__version__, torch.version.cuda)
+    installed = torch.__version__, torch.version.cuda
+    if source_build.SOURCES.exists() and not builds.has_build_for(*installed):
+        source_build.build(builds.version(), torch.__version__)
+        builds.all_builds.cache_clear()
+    build = builds.build_for(*installed)
+    if sentence := builds.fallback(*installed):
+        logging.getLogger("shardwright").warning(sentence)
     full_name = f"{__package__}._runtime"
     try:
         if build.file is None:
@@ -43,6 +48,6 @@ def __getattr__(name: str) -> Any:
         spec.loader.exec_module(module)
     except ImportError as error:
         sys.modules.pop(full_name, None)
-        raise doctor.import_error("_runtime", error) from error
+        raise builds.import_error("_runtime", error) from error
     globals()[name] = module  # later imports do not come here
     return module

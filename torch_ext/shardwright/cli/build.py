@@ -7,14 +7,14 @@ import importlib.metadata
 import sys
 from collections.abc import Sequence
 
-from .. import doctor, source_build
+from .. import builds, source_build
 
 
 def main(argv: Sequence[str]) -> int:
     """Makes a build, also if one exists. Returns 0, or 2 after printing the reason if it cannot be made."""
     parser().parse_args(argv)
     try:
-        source_build.build(doctor.version(), importlib.metadata.version("torch"))
+        source_build.build(builds.version(), importlib.metadata.version("torch"))
     except (ImportError, OSError) as error:
         print(error, file=sys.stderr)
         return 2

@@ -36,12 +36,12 @@ _EXIT_STATUS = (
 
 def main_parser() -> argparse.ArgumentParser:
     """Returns the parser for what comes before the name of a command."""
-    from .. import doctor
+    from .. import builds
 
     parser = argparse.ArgumentParser(
         prog="shardwright", description="Plans tensor redistributions on device meshes.", epilog=_EXIT_STATUS
     )
-    parser.add_argument("--version", action="version", version=f"shardwright {doctor.version()}")
+    parser.add_argument("--version", action="version", version=f"shardwright {builds.version()}")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, help_text in COMMANDS.items():
         commands.add_parser(name, help=help_text, add_help=False)

@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from .. import doctor
+from .. import builds
 from .._native import _planner
 from ..layouts import argument_values
 from ..layouts.errors import argument_error
@@ -260,7 +260,7 @@ class _JobExchange:
         """Raises RuntimeError on all members unless all have the same texts and planning tables."""
         tables = {name: value for name, value in tables_now().summary().items() if name not in _NOT_COMPARED}
         declared = {f"declared {name}": text for name, text in texts.items()}
-        fields = {**declared, "version of shardwright": doctor.version(), **tables}
+        fields = {**declared, "version of shardwright": builds.version(), **tables}
         mine = Statement("connect", fields, mismatch="differ in declarations or planning tables", remedy=_REMEDY)
         names = tuple(f"{role} {rank}" for role, rank in members)
         if error := report(mine, self.texts.exchange("connect", mine.to_json(), names, self.me, timeout), ""):
