@@ -11,6 +11,7 @@ the sources in the installed package when it is first used.
 
 Environment variables:
     SHARDWRIGHT_CUDA        unset: build the CUDA half if it can be built; 1: fail if it cannot; 0: leave it out
+    SHARDWRIGHT_PLANNER     0: leave out `_planner`, for builds of `_runtime` that join another build's `_planner`
     SHARDWRIGHT_BUILD_DIR   folder of objects and logs (default: one folder under build/ per torch and interpreter)
     TORCH_CUDA_ARCH_LIST    GPU architectures (default: 8.0;9.0+PTX)
     MAX_JOBS                concurrent compilers (default: one per core)
@@ -40,6 +41,7 @@ ROOT = Path(__file__).resolve().parent
 MIN_TORCH, MAX_TORCH = (2, 11), (2, 15)
 TORCH_RANGE = f"torch>={MIN_TORCH[0]}.{MIN_TORCH[1]},<{MAX_TORCH[0]}.{MAX_TORCH[1] + 1}"
 MIN_SETUPTOOLS = 77
+WITH_PLANNER = os.environ.get("SHARDWRIGHT_PLANNER") != "0"
 DEFAULT_CUDA_ARCH_LIST = "8.0;9.0+PTX"
 
 CXX_FLAGS = ["-std=c++20", "-O2", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra"]
@@ -194,9 +196,10 @@ def system_includes(*folders: str) -> list[str]:
 
 
 def planner_extension(pybind11_include: str) -> Extension:
+    """Returns `_planner`, or only the core, whose objects `_runtime` links, if `_planner` is left out."""
     return Extension(
         "shardwright._planner",
-        CORE_SOURCES + PLANNER_MODULE,
+        CORE_SOURCES + (PLANNER_MODULE if WITH_PLANNER else []),
         include_dirs=[str(ROOT / "csrc")],
         extra_compile_args=CXX_FLAGS + system_includes(pybind11_include, sysconfig.get_path("include")),
         depends=HEADERS,
@@ -317,6 +320,8 @@ def make_build_ext(base: Path) -> type:
                 if ext.name == "shardwright._runtime":
                     ext.extra_objects = self.compiler.object_filenames(CORE_SOURCES, output_dir=planner_temp)
                 super().build_extension(ext)
+                if ext.name == "shardwright._planner" and not WITH_PLANNER:
+                    os.unlink(self.get_ext_fullpath(ext.name))
             finally:
                 self.build_temp = build_temp
 
@@ -328,7 +333,7 @@ def make_build_ext(base: Path) -> type:
                 "torch": torch.__version__,
                 "torch_cuda": torch.version.cuda,
                 "torch_cxx11_abi": torch.compiled_with_cxx11_abi(),
-                "modules": [ext.name for ext in self.extensions],
+                "modules": [ext.name for ext in self.extensions if WITH_PLANNER or ext.name != "shardwright._planner"],
                 "cuda": CUDA.enabled,
                 "cuda_reason": CUDA.reason,
                 "cuda_toolkit": CUDA.toolkit,
@@ -382,6 +387,8 @@ if not {"egg_info", "dist_info", "sdist", "--version", "--name"} & set(sys.argv[
     os.environ.setdefault("MAX_JOBS", str(os.cpu_count() or 1))
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", DEFAULT_CUDA_ARCH_LIST)
     if TORCH_VERSION is None:
+        if not WITH_PLANNER:
+            fail("SHARDWRIGHT_PLANNER=0 leaves nothing to build, because torch is not installed.")
         import pybind11
 
         arguments["ext_modules"] = [planner_extension(pybind11.get_include())]

@@ -241,7 +241,7 @@ def test_unknown_names_raise() -> None:
 MERGE_WHEELS = Path(__file__).parents[2] / "tools/merge_wheels"
 
 
-def _wheel(folder: Path, torch_version: str, cuda: str | None, module: str = "") -> Path:
+def _wheel(folder: Path, torch_version: str, cuda: str | None, module: str = "", planner: bool = True) -> Path:
     """Makes a wheel with the files that tools/merge_wheels looks at."""
     package, metadata = folder / "content/shardwright", folder / "content/shardwright-0.1.dist-info"
     package.mkdir(parents=True)
@@ -256,7 +256,8 @@ def _wheel(folder: Path, torch_version: str, cuda: str | None, module: str = "")
         metadata / "WHEEL": "Wheel-Version: 1.0\nTag: cp311-cp311-linux_x86_64\n",
     }
     for path, text in texts.items():
-        path.write_text(text)
+        if planner or not path.name.startswith("_planner"):
+            path.write_text(text)
     subprocess.run([sys.executable, "-m", "wheel", "pack", "-d", folder, folder / "content"], check=True)
     (made,) = folder.glob("*.whl")
     return made
@@ -266,8 +267,8 @@ def _wheel(folder: Path, torch_version: str, cuda: str | None, module: str = "")
 def test_wheels_for_several_torches_are_joined(tmp_path: Path) -> None:
     wheels = [
         _wheel(tmp_path / "a", "2.15.0+cu132", None),
-        _wheel(tmp_path / "b", "2.11.0+cu130", "13.0"),
-        _wheel(tmp_path / "c", "2.11.0+cu130", None),
+        _wheel(tmp_path / "b", "2.11.0+cu130", "13.0", planner=False),
+        _wheel(tmp_path / "c", "2.11.0+cu130", None, planner=False),
     ]
     subprocess.run([sys.executable, MERGE_WHEELS, tmp_path / "dist", *wheels], check=True)
     (joined,) = (tmp_path / "dist").glob("*.whl")
@@ -286,6 +287,11 @@ def test_wheels_for_several_torches_are_joined(tmp_path: Path) -> None:
 @pytest.mark.any_torch
 def test_wheels_that_differ_are_not_joined(tmp_path: Path) -> None:
     wheels = [_wheel(tmp_path / "a", "2.15.0", None), _wheel(tmp_path / "b", "2.11.0", None, "x = 1\n")]
-    for given, message in ((wheels, "__init__.py differs between"), (wheels[:1] * 2, "two wheels have a build called")):
+    wheels.append(_wheel(tmp_path / "c", "2.12.0", None, planner=False))
+    for given, message in (
+        (wheels[:2], "__init__.py differs between"),
+        (wheels[:1] * 2, "two wheels have a build called"),
+        (wheels[2:], "one wheel must have _planner, got none"),
+    ):
         ran = subprocess.run([sys.executable, MERGE_WHEELS, tmp_path, *given], capture_output=True, text=True)
         assert ran.returncode == 1 and message in ran.stderr, ran.stderr

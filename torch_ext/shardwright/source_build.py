@@ -79,7 +79,7 @@ def _compile(scratch: Path, command: str) -> Path:
     """Runs setup.py, and returns the folder with `_runtime` and its _build_info.py."""
     package, log = scratch / "lib/shardwright", scratch / "log"
     setup = [sys.executable, "setup.py", "build_ext", "--build-lib", str(package.parent)]
-    environment = os.environ | {"SHARDWRIGHT_BUILD_DIR": str(scratch / "objects")}
+    environment = os.environ | {"SHARDWRIGHT_BUILD_DIR": str(scratch / "objects"), "SHARDWRIGHT_PLANNER": "0"}
     num_sources = sum(path.suffix in (".cpp", ".cu") for path in SOURCES.rglob("*"))
     with log.open("w") as output:
         process = subprocess.Popen(setup, cwd=SOURCES, env=environment, stdout=output, stderr=subprocess.STDOUT)
@@ -92,8 +92,6 @@ def _compile(scratch: Path, command: str) -> Path:
         raise ImportError(
             f"shardwright could not be compiled (again: {command}). The last lines of the output:\n{last}"
         )
-    for planner in package.glob("_planner*"):
-        planner.unlink()
     return package
 
 
