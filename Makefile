@@ -79,7 +79,7 @@ help:
 	@echo 'make torch-tests SRC=folder  PyTorch'"'"'s own tests of DTensor, stock against shardwright (FILES=..., K=..., ARGS=...)'
 	@echo 'make lint       clang-format, ruff, mypy, structure, wording; make format fixes formatting'
 	@echo 'make docs       the documentation site, in build/site; fails at broken links. Needs neither torch nor a build'
-	@echo 'make wheels     one wheel for several torches, in dist/ (all of them, or TORCHES="2.11.0 2.15.0")'
+	@echo 'make wheels     one tested wheel for several torches, in dist/ (all of them, or TORCHES="2.11.0 2.15.0")'
 	@echo 'make sdist      the source archive, in dist/'
 	@echo 'make stubs      write the .pyi files of the compiled modules from their bindings'
 	@echo 'make sanitize   the C++ tests under address and undefined-behavior sanitizers'
@@ -320,22 +320,29 @@ stubs: build
 
 # A wheel of one build, for the torch of $(VENV), with CUDA if nvcc is there (SHARDWRIGHT_CUDA=0: without).
 WHEEL_DIR := build/wheels/$(patsubst .%,%,$(notdir $(VENV)))-cuda-$(or $(SHARDWRIGHT_CUDA),detect)
-wheel: build
-	@$(HERE) rm -rf $(WHEEL_DIR)
+wheel: venv
+	@rm -rf $(WHEEL_DIR)
 	$(HERE) SHARDWRIGHT_BUILD_DIR=$(BUILD_DIR) $(PY) -m pip wheel --disable-pip-version-check -q --no-index \
 	  --no-build-isolation --no-deps --wheel-dir $(WHEEL_DIR) .
+	@cat $(BUILD_DIR)/summary.txt
 
-# One wheel for several torches, in dist/. Its name has the oldest glibc it works with. TORCHES="2.11.0 2.15.0" chooses.
+# One wheel for several torches, for CPU and, if nvcc is there, also for CUDA (SHARDWRIGHT_CUDA=0|1 decides). Its
+# `_planner` comes from the last torch. Its name has the oldest glibc that it works with. It goes to dist/ after
+# tools/smoke_wheel has used it with all of the torches.
 WHEELS_VENV  := .venv-wheels
 WHEELS_STAMP := $(WHEELS_VENV)/.stamp
+WHEELS_CUDA  := $(or $(SHARDWRIGHT_CUDA),$(if $(or $(CUDA_HOME),$(shell command -v nvcc)),1,0))
 TORCHES ?= 2.11.0 2.12.0 2.13.0 2.14.0 2.15.0
 wheels: $(WHEELS_STAMP)
 	@rm -rf build/wheels
-	for torch in $(TORCHES); do $(MAKE) wheel TORCH=$$torch || exit 1; done
+	for torch in $(TORCHES); do for cuda in 0 $(filter 1,$(WHEELS_CUDA)); do \
+	  $(MAKE) wheel TORCH=$$torch SHARDWRIGHT_CUDA=$$cuda \
+	    SHARDWRIGHT_PLANNER=$$([ $$torch = $(lastword $(TORCHES)) ] && echo 1 || echo 0) || exit 1; done; done
 	$(WHEELS_VENV)/bin/python tools/merge_wheels build/wheels/merged build/wheels/venv-*/*.whl
-	PATH="$(abspath $(WHEELS_VENV))/bin:$$PATH" auditwheel repair --wheel-dir dist \
+	PATH="$(abspath $(WHEELS_VENV))/bin:$$PATH" auditwheel repair --wheel-dir build/wheels/repaired \
 	  --exclude 'libc10*' --exclude 'libtorch*' --exclude 'libcu*' build/wheels/merged/*.whl
-	@ls -lh dist/*.whl
+	$(WHEELS_VENV)/bin/python tools/smoke_wheel build/wheels/repaired/*.whl $(TORCHES:%=.venv-%/bin/python)
+	@mkdir -p dist && cp build/wheels/repaired/*.whl dist && ls -lh build/wheels/repaired/*.whl
 
 $(WHEELS_STAMP): requirements/wheels.txt
 	$(call make-venv,$(WHEELS_VENV))
