@@ -4,9 +4,9 @@
     make bench-step-overhead ARGS="--rounds 3 --out /tmp/overhead.json"
 
 A block is eight small layers, and each of the twelve blocks is a unit. The contenders alternate: the model without
-sharding, FSDP2, `sw.fully_shard`, and `sw.fully_shard` under `sw.debug.check_ranks()`. Reported are milliseconds per step:
-CPU time of the thread that runs the forward and the backward, CPU time of all threads of a rank, and elapsed time,
-each of the slower rank. In the backward, the engine's thread is the calling thread for CPU tensors.
+sharding, FSDP2, `sw.fully_shard`, and `sw.fully_shard` under `sw.debug.check_ranks()`. Reported are milliseconds per
+step: CPU time of the thread that runs the forward and the backward, CPU time of all threads of a rank, and elapsed
+time, each of the slower rank. For CPU tensors, the calling thread also runs the backward.
 """
 
 from __future__ import annotations
