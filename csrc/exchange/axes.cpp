@@ -18,8 +18,8 @@ IntervalList flattened(const std::vector<IntervalList>& lists, const std::vector
   for (size_t t = 0; t < lists.size(); ++t) {
     std::optional<IntervalList> product = product_of(all, lists[t], sizes[t], CutRule::kMaxRuns);
     check_user(product.has_value(),
-               "placements: number of runs in a part of the flattened dims must be at most 2^20 (a repeating "
-               "block counts once), got more. Shard fewer of these dims, or in larger blocks");
+               "placements: a part of the flattened dims must have at most 2^20 intervals (intervals that repeat at "
+               "equal distances count once), got more. Shard fewer of these dims, or in larger blocks");
     all = std::move(*product);
   }
   return all;

@@ -81,8 +81,8 @@ class Bounds {
         replicas_of_cell.insert(
             dst_layout_.mesh().coordinate_index(parts->dst_position, dst_layout_.replicated_dims().to_vector()));
       }
-      // A rank in both sets saves one transfer: it has one contribution, and is one replica. Without pending
-      // reductions, every replica that holds the value saves one.
+      // A rank that has a contribution and is a replica saves one transfer. Each contribution and each replica saves at
+      // most one. If the source has no pending reductions, each replica that holds the value saves one.
       auto saved = static_cast<int64_t>(replicas_of_cell.size());
       if (contributions > 1) saved = std::min(saved, static_cast<int64_t>(contributions_of_cell.size()));
       transfers -= elements_of_cell(cell.first, cell.second) * saved;

@@ -89,9 +89,9 @@ class IndexedExchange::AxisShares {
       for (const IntervalList& list : *lists) {
         runs += ascend ? samples_.max_intervals_in(list) : static_cast<int64_t>(list.size());
         check_user(runs <= kMaxRunsOfAxis,
-                   "placements: number of runs to compare over all ranks must be at most 2^24, got ", runs,
+                   "placements: the parts of all ranks must have at most 2^24 intervals together, got ", runs,
                    " or more; ",
-                   ascend ? "choose layouts with a short common period"
+                   ascend ? "choose block sizes so that source and destination repeat after few common blocks"
                           : "list the intervals of each part in ascending order");
       }
     }

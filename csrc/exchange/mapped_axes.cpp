@@ -259,8 +259,8 @@ class Lister {
   // Throws UserError if there are too many runs.
   void check_runs() const {
     check_user(std::ssize(listed_.local.stored()) <= CutRule::kMaxRuns,
-               "placements: number of runs in a part of the flattened dims must be at most 2^20 (a repeating "
-               "block counts once), got more. First redistribute this tensor alone to a layout without flattened dims");
+               "placements: a part of the flattened dims must have at most 2^20 intervals (intervals that repeat at "
+               "equal distances count once), got more. Before, redistribute this tensor to a layout without such dims");
   }
 
   // Maximum number of intervals of a repeated block. Longer blocks are listed one by one.
@@ -274,9 +274,9 @@ class Lister {
   ShardElements listed_;
 };
 
-// Merges the last local dim into the one before it, as long as the shard holds whole rows of it that are contiguous in
-// the group. Then several rows are one interval. Example: [0, 2) of 4 rows and [0, 6) of 6 columns become [0, 12)
-// of 24.
+// Merges the last local dim into the dim before it, repeatedly, while the shard holds all indices of the last dim and
+// its consecutive rows are contiguous in the group. Several rows are then one interval. Example: [0, 2) of 4 rows and
+// [0, 6) of 6 columns become [0, 12) of 24.
 void merge_whole_rows(std::vector<LocalDim>& dims, std::vector<IntervalList>& lists) {
   while (dims.size() > 1) {
     const std::vector<Dim>& last = dims.back().dims;

@@ -258,7 +258,7 @@ namespace {
 constexpr int64_t kNonUniformCounts[] = {2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32};
 constexpr int64_t kNonUniformGainFraction = 50;
 
-// Returns the tensor dim that allows the most uniform segments, and their number, a power of two.
+// Returns the largest number of uniform segments, a power of two, and the tensor dim that allows it.
 Segments most_uniform(const Plan& plan) {
   Segments most;
   for (int t = 0; t < plan.src.ndim(); ++t) {

@@ -61,7 +61,7 @@ PartialWork partial_work(const Layout& src, const Layout& dst) {
                  ", got ", to, "; reduce to R first");
     } else if (src.cut_dims().contains(d)) {
       check_user(to.op == ReduceOp::kSum, "placements: destination of ", from, " -> P on mesh dim '", mesh_dim,
-                 "' must be P(sum), got ", to, "; the other ranks contribute zeros");
+                 "' must be P(sum), got ", to, "; ranks contribute zeros outside of their shards");
       work.zero_filled.insert(d);
     } else {
       check_user(is_divisible(to.op), "placements: destination of R -> P on mesh dim '", mesh_dim,

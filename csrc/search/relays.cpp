@@ -109,8 +109,8 @@ class Blocks {
     size_t end_of(size_t block) const { return block + 1 < begins.size() ? begins[block + 1] : members.size(); }
   };
 
-  // Makes an axis and divides its members into blocks of at most `ranks`. Then divides `ranks` by the size of the
-  // largest block: so many members of the next axes may be combined in one block.
+  // Makes an axis and divides its members into blocks of at most `ranks`, each on one node if nodes are known. Then
+  // divides `ranks` by the size of the largest block: a block may combine that many members of the next axes.
   void divide(int tensor_dim, int64_t& ranks) {
     Axis axis{tensor_dim, {}, {}};
     const int64_t size = tensor_dim == kReplicas ? grid_.replicas() : std::ssize(grid_.lists(tensor_dim));

@@ -142,7 +142,7 @@ class Search {
       if (next < 0) {
         throw UserError(concat("groups must allow a sequence of moves from ", src_.placements_string(), " to ",
                                goal_.placements_string(), " on ", src_.mesh(),
-                               ", got none; allow more sets of mesh dims"));
+                               ", but they allow none; add sets of mesh dims, or leave groups out"));
       }
       if (next == kGoal) return path();
       expand(next);

@@ -56,8 +56,8 @@ class States {
   }
 
  private:
-  // Chooses the tensor dims to cut into equal parts only: all dims that have equal parts in source and goal, or none if
-  // these dims have too few equal parts for all mesh dims.
+  // Chooses the tensor dims that states cut into equal parts only: all dims that source and goal cut into equal parts;
+  // none if the sizes of these dims cannot be divided evenly among the ranks of all mesh dims.
   void choose_even_dims() {
     for (int t = 0; t < src_.ndim(); ++t) {
       is_even_.push_back(table_.has_equal_parts(t, table_.list_index(t, src_.cuts(t))) &&

@@ -373,7 +373,7 @@ class Crossings {
     return goals;
   }
 
-  // Returns a lower bound of a crossing's cost, from sizes alone. Ranks of both meshes may already hold what they need.
+  // Returns a lower bound of a crossing's cost, from sizes alone. A rank in both meshes may hold a part of its result.
   Cost crossing_lower_bound(const Leg& first, const Leg& last) const {
     const int64_t item = src_.dtype().size_bytes();
     StepCounts least;

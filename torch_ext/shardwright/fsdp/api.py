@@ -172,7 +172,7 @@ def _register_state_dict_hooks(state: _State) -> None:
 
 
 def _dtypes_by(policy: Policy, matmul_format: str | None) -> DtypesOf:
-    """Returns a function that checks a parameter, and returns its dtypes and its product (weights.py: DtypesOf)."""
+    """Returns a function that checks a parameter and returns its dtypes and what multiplies by its messages, if any."""
 
     def dtypes_of(name: str, parameter: nn.Parameter, owners: Any, placed: Layouts) -> Any:
         in_dtypes = policy.of(parameter)

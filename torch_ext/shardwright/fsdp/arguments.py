@@ -198,9 +198,7 @@ class ShardingArguments(NamedTuple):
             return None
         placements = argument_checks.placements_of(chosen, count)
         if any(placement.is_partial() for placement in placements):
-            raise ValueError(
-                f"{argument} must return placements without pending reductions, got {placements} for {name}"
-            )
+            raise ValueError(f"the function Options.{argument} must not return Partial, got {placements} for {name}")
         return placements
 
 

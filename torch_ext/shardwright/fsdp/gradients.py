@@ -428,9 +428,9 @@ class GradientMixin:
             self._deferred_parts.append(part)
 
     def end_backward(self, is_used: bool) -> None:
-        """Adds the reduced gradients to which this rank has contributed zeros; drops them unless `is_used`.
+        """Ends a backward for the reduced gradients to which this rank contributed zeros: adds or drops them.
 
-        `is_used`: some rank had a gradient in this backward.
+        `is_used`: add them. Some rank had a gradient, or gradients of unused weights are to be zeros instead of None.
         """
         parts, self._deferred_parts = self._deferred_parts, []
         for part in parts if is_used else ():

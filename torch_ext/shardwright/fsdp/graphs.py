@@ -50,7 +50,8 @@ class UnitState(Protocol):
 
     unit: Unit
 
-    def ready_runner(self, outermost: Any = None, converts: bool = True) -> Runner: ...
+    def ready_runner(self, outermost: Any = None, converts: bool = True) -> Runner:
+        """Returns the model's runner. Makes it if there is none, or if `converts` and parameters were converted."""
 
 
 _handles = itertools.count()
@@ -68,7 +69,10 @@ def _runner_and_unit(handle: int) -> tuple[Runner, Unit]:
     """Returns the runner and the unit of a handle. Raises RuntimeError if the model was freed."""
     known = _known.get(handle)
     if known is None:
-        raise RuntimeError(f"unit must be the handle of a unit of an existing model in this process, got {handle}")
+        raise RuntimeError(
+            "a compiled graph of sw.fully_shard must run in the process that compiled it, while its model exists, got "
+            f"module number {handle}, which does not exist. Keep the model, or compile again"
+        )
     return known.ready_runner(converts=False), known.unit
 
 

@@ -200,7 +200,7 @@ class ShardedModule(FSDPModule):
         self._change_options(False, lambda unit_options: setattr(unit_options, "backward_prefetch", units))
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Makes gradients of this module's weights sums over ranks, divided by this factor, instead of averages."""
+        """Divides the sums of gradients over ranks by this factor. Without it, gradients are averages over ranks."""
         if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not factor > 0:
             raise argument_error("factor", "a number above 0", repr(factor))
         _unit_of(self).unit_options.divides_by = float(factor)

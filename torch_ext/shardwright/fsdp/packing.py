@@ -65,7 +65,10 @@ class _Kind(NamedTuple):
 
 
 def _kind_of(src: _planner.Layout, dst: _planner.Layout) -> _Kind | None:
-    """Returns the kind of a move; None if it communicates nothing, or cannot share a message."""
+    """Returns the communication of a move, equal for moves that may share a message.
+
+    None if the move communicates nothing, or cannot share a message.
+    """
     if max(src.flattened, dst.flattened) > 1 or src.mesh != dst.mesh or src.dtype != dst.dtype:
         return None
     dims = []

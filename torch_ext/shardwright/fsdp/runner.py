@@ -483,8 +483,8 @@ class Runner:
             self.reductions.add(finish, reduction)
 
 
-def _to_sharded_after_failure(runner: weakref.ref[Runner], ended: object) -> None:
-    """Gives modules their sharded parameters if the callback `ended` of a backward was freed without a call."""
-    if (found := runner()) is not None and found._backward_callback is ended:
+def _to_sharded_after_failure(runner: weakref.ref[Runner], freed: object) -> None:
+    """Gives modules their sharded parameters after a failed backward. `freed`: reference to its callback, now dead."""
+    if (found := runner()) is not None and found._backward_callback is freed:
         for unit in found.units:
             unit.to_sharded()

@@ -237,7 +237,10 @@ class StepActivations:
         self._freed[index] = len(self._turns) - 1, self.use
 
     def _starting(self, turn: int) -> list[Any]:
-        """Returns the activations that still exist and whose gathers start in a turn; -1: before the running use."""
+        """Returns the existing activations whose gathers start when the backward first reads activation `turn`.
+
+        -1: when the running use begins.
+        """
         if self._plan is None:
             return []
         indices = [
