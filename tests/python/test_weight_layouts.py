@@ -583,7 +583,7 @@ def _wrong_layouts() -> None:
     rest = {"placements": lambda p: [Shard(0)]}
     refuses("reshard_after_forward must be .*, got 2", linear, reshard_after_forward=2, **rest)
     for name in ("store_placements", "kept_placements"):
-        refuses(f"{name} must return .* for weight", linear, **{name: lambda p: [Partial()]})
+        refuses(f"{name} must not return Partial, got .* for weight", linear, **{name: lambda p: [Partial()]})
         refuses("placements must be a list of 1, .*, got 2", linear, **{name: lambda p: [Shard(0), Shard(0)]})
     refuses("same_data_dims: mesh dim must be one of .*, got 'c'", linear, same_data_dims=["c"])
     refuses("dp_mesh_dims must be .*, got a str", linear, dp_mesh_dims="a")
