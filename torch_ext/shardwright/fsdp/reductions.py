@@ -127,7 +127,7 @@ class Reductions:
         Collective among the ranks of each mesh: they take the maximum of a table of bytes, which begins with `_digest`
         and has the two `_flags` of each weight.
         """
-        is_captured = self._device.type != "cpu" and _runtime.is_capturing(self._device.type)
+        is_captured = self._is_captured
         late: dict[int, list[int]] = {}  # by unit: weights that were not reduced yet
         self._used = set()
         for mesh, indices in self._on_mesh.items():
