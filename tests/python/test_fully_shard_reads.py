@@ -277,6 +277,9 @@ def _different_units(trains: bool, takes_both: bool) -> None:
     with used_different():
         step().backward()
     model.zero_grad()  # gradients that were reduced before the error
+    checked.requires_grad_(False)
+    with used_different():
+        checked(x.clone().requires_grad_(), swaps).sum().backward()
     model(x, False).sum().backward()
     for each in _batches():
         (unsharded(each, False).sum() / 2).backward()

@@ -104,10 +104,12 @@ class Reductions:
         mesh.
 
         Raises:
-            ValueError: on all ranks of a mesh, if they have reduced different weights.
+            ValueError: on all ranks of a mesh, if they have gathered or reduced different units.
         """
         reducing = [unit for unit in self._units if unit.unit_options.reduces]
         if not any(weight.sharded.requires_grad for unit in reducing for weight in unit.weights):
+            if len(reducing) == len(self._units):  # all weights are frozen; otherwise a later backward compares
+                self.compare_gathers()
             return
         for unit_index, late in self._agree().items():
             reduction = self.start(unit_index, late)
