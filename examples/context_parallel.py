@@ -24,6 +24,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import shardwright as sw
+from report import say, say_losses
 from shardwright.parallel import ColwiseParallel, ContextParallel, RowwiseParallel
 
 DIMS = ("replicate", "shard", "cp", "tp")
@@ -150,10 +151,8 @@ def main() -> None:
         raise SystemExit(f"the number of ranks must be a multiple of 4 (two for cp and two for tp), got {world}")
     mesh = init_device_mesh("cpu", (1, world // 4, 2, 2), mesh_dim_names=DIMS)
     parallel, unsharded = train(mesh, length=45, steps=5)
-    if dist.get_rank() == 0:
-        print(f"{mesh.shape} ranks for {', '.join(DIMS)}; loss by step")
-        for name, losses in (("parallel", parallel), ("on one rank", unsharded)):
-            print(f"  {name:12}", "  ".join(f"{loss:.6f}" for loss in losses))
+    say(f"{mesh.shape} ranks for {', '.join(DIMS)}; loss by step")
+    say_losses({"parallel": parallel, "on one rank": unsharded})
     dist.destroy_process_group()
 
 

@@ -10,8 +10,6 @@ model on one rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -19,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardwright as sw
+from report import say, say_losses
 
 EXPERTS, TOP_K, WIDTH, LAYERS = 10, 3, 16, 2
 TOKENS, STEPS = 32, 5  # tokens of a rank in a step
@@ -68,10 +67,6 @@ def parallelize(model: nn.Sequential, mesh: DeviceMesh, held: list[list[int]]) -
         layer.set_gradient_divide_factor(1.0)
 
 
-def numbers(losses: Iterable[float]) -> str:
-    return "  ".join(f"{loss:.6f}" for loss in losses)
-
-
 def main() -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
@@ -97,9 +92,8 @@ def main() -> None:
         dist.all_reduce(total)
         losses.append(total.item())
         expected_losses.append(expected.item())
-    if dist.get_rank() == 0:
-        print(f"experts by rank: {held}; loss by step")
-        print(f"  parallel     {numbers(losses)}\n  on one rank  {numbers(expected_losses)}")
+    say(f"experts by rank: {held}; loss by step")
+    say_losses({"parallel": losses, "on one rank": expected_losses})
     dist.destroy_process_group()
 
 

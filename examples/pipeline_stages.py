@@ -25,6 +25,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import shardwright as sw
+from report import say, say_losses
 from shardwright.parallel import ColwiseParallel, RowwiseParallel
 
 DIMS = ("stage", "replicate", "shard", "tp")
@@ -102,10 +103,8 @@ def main() -> None:
         raise SystemExit(f"the number of ranks must be a multiple of 8 (two each for stage, shard and tp), got {world}")
     mesh = init_device_mesh("cpu", (NUM_STAGES, world // 8, 2, 2), mesh_dim_names=DIMS)
     pipeline, whole = train(mesh)
-    if dist.get_rank() == 0:
-        print(f"{mesh.shape} ranks for {', '.join(DIMS)}; loss by step")
-        for name, losses in (("pipeline", pipeline), ("on one rank", whole)):
-            print(f"  {name:12}", "  ".join(f"{loss:.6f}" for loss in losses))
+    say(f"{mesh.shape} ranks for {', '.join(DIMS)}; loss by step")
+    say_losses({"pipeline": pipeline, "on one rank": whole})
     dist.destroy_process_group()
 
 

@@ -20,6 +20,12 @@ def say(line: str = "") -> None:
         print(line, flush=True)
 
 
+def say_losses(losses: dict[str, list[float]]) -> None:
+    """Prints a line with the losses of each way to train."""
+    for name, values in losses.items():
+        say(f"  {name:12} " + "  ".join(f"{loss:.6f}" for loss in values))
+
+
 def say_text(text: str, indent: int = 2) -> None:
     """Prints prose, wrapped."""
     say(textwrap.fill(text, WIDTH, initial_indent=" " * indent, subsequent_indent=" " * indent))
