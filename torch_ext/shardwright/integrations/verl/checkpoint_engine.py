@@ -24,13 +24,13 @@ import torch.distributed as dist
 from verl.checkpoint_engine import base
 
 from ...layouts.errors import argument_error
-from ...loaders import in_connection, recorded_destination
-from ...loaders.recording import Load, Weights
+from ...loaders import in_connection
+from ...loaders.recording import Weights
 from ...rules import cast
 from ...rules.kinds import Rule
 from ...runtime.connecting import Connection, connect
 from ...transfers.transfer import Transfer, transfer
-from ..vllm.loading import checked_loader
+from ..vllm.loading import checked_loader, default_backend, recorded
 from . import BACKEND
 
 ADDRESS = "shardwright.address"  # name of the only tensor that `receive_weights` yields
@@ -136,7 +136,7 @@ class Receiver(_Member):
             weights, rules, options = _from_trainer(link, None)
             load = checked_loader(self._model, options.plain_methods)
             parameters = self._model.named_parameters()
-            to = _recorded(load, weights, parameters, options, link)
+            to = recorded(load, parameters, weights, options, link)
             self._transfer = _planned(None, to, rules, options, link, self._device)
         assert self._transfer is not None
         self._transfer.start().wait()
@@ -166,10 +166,7 @@ class CheckpointEngine(base.CheckpointEngine, _Member):
         if self._is_master and self._store is None:
             host = ray.util.get_node_ip_address().strip("[]")
             store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
-            backend = self._options.backend
-            if backend is None:
-                device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
-                backend = dist.get_default_backend_for_device(device)
+            backend = self._options.backend or default_backend()
             self._store = store
             self._address = {"host": host, "port": store.port, "backend": backend, "number": 0, "members": []}
         return {"id": self._id, "address": self._address}
@@ -208,7 +205,7 @@ class CheckpointEngine(base.CheckpointEngine, _Member):
             store = self._store or dist.TCPStore(address["host"], address["port"], is_master=False)
             link = self._connect(address, TRAINER, store)
             _, rules, options = _from_trainer(link, (weights.weights, weights.rules, self._options))
-            _recorded(lambda _: None, weights.weights, (), options, link)
+            recorded(lambda _: None, (), weights.weights, options, link)
             ranks = link.ranks(TRAINER)
             self._transfer = _planned(
                 lambda: in_connection(weights.state_dict(), ranks), None, rules, options, link, None
@@ -234,12 +231,6 @@ def _from_trainer(link: Connection, told: object) -> Any:
     box = [told]
     dist.broadcast_object_list(box, group_src=link.ranks(TRAINER)[0], group=link.group)
     return box[0]
-
-
-def _recorded(load: Load, weights: Weights, parameters: Any, options: Options, link: Connection) -> dict[str, Any]:
-    """Returns what this rank's loader writes. All ranks call; replicas of vLLM have equal parts."""
-    lists = {"unused": options.unused, "unwritten": options.unwritten}
-    return recorded_destination(load, weights, range(link.world_size), parameters=parameters, group=link.group, **lists)
 
 
 def _planned(

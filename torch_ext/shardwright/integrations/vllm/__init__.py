@@ -1,7 +1,8 @@
 """Weight transfer engines for vLLM: `register` adds the backend "shardwright".
 
-Importing this module does not import vLLM. Each process of vLLM must call `register`, for example as a plugin: an entry
-point ``shardwright.integrations.vllm:register`` in the group ``vllm.general_plugins``.
+Importing this module does not import vLLM. Each worker of vLLM must call `register`: vLLM's option
+``--worker-extension-cls shardwright.integrations.vllm.worker.WorkerExtension`` does, or a plugin, an entry point
+``shardwright.integrations.vllm:register`` in the group ``vllm.general_plugins``.
 """
 
 from __future__ import annotations

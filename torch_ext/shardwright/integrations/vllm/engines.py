@@ -1,6 +1,6 @@
 """Engines of both sides for vLLM's weight transfer: the trainer's ranks and vLLM's workers become one connection.
 
-Follows vllm/distributed/weight_transfer/base.py of vLLM 0.33.
+Follows vllm/distributed/weight_transfer/base.py of vLLM 0.32 and 0.33.
 
 The workers' destinations are found by recording ``model.load_weights`` (shardwright.loaders). So weights move from the
 trainer's shards to the workers' parameters, and nothing is gathered. All weights move in one transfer per update.
@@ -16,9 +16,10 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from vllm.distributed.weight_transfer import base
 from vllm.distributed.weight_transfer.base import (
+    ModuleSource,
     ParamMeta,
-    Shard,
     TrainerInitInfo,
     TrainerWeightTransferEngine,
     WeightSource,
@@ -29,12 +30,13 @@ from vllm.distributed.weight_transfer.base import (
 
 from ...layouts.errors import argument_error
 from ...layouts.layout import Layout, Mesh
-from ...loaders import recorded_destination
+from ...loaders import in_connection
+from ...loaders.recording import Weights
 from ...rules import cast
 from ...runtime.connecting import Connection, connect
 from ...transfers.transfer import transfer
 from . import BACKEND
-from .loading import checked_loader
+from .loading import LoadedWeights, default_backend, recorded
 
 
 @dataclass(kw_only=True)
@@ -48,6 +50,7 @@ class ServerInitInfo(WeightTransferInitInfo):
     store_port: int
     world_size: int
     weights: list[tuple[str, list[int], str]]
+    group_backend: str
     dtype: str | None = None
     only_changed: int = 0
     unused: list[str] = field(default_factory=list)
@@ -70,31 +73,29 @@ class ServerEngine(WeightTransferEngine[ServerInitInfo, UpdateInfo]):
 
     init_info_cls = ServerInitInfo
     update_info_cls = UpdateInfo
+    supports_draft_weight_update = False
+    _link: Connection | None = None
 
     def init_transfer_engine(self, init_info: ServerInitInfo) -> None:
         """Connects to the trainer, records the model's loader, and plans the transfer.
 
-        Raises ValueError on all workers if a layer may convert its parameters after loading, or if the loader cannot be
-        recorded.
+        Raises ValueError on all workers and on the trainer's ranks if the loader cannot be recorded.
         """
         store = dist.TCPStore(init_info.store_host, init_info.store_port, is_master=False)
-        self._link = connect(store, "server", init_info.world_size)
-        weights = {name: (shape, getattr(torch, dtype)) for name, shape, dtype in init_info.weights}
-        to = recorded_destination(
-            checked_loader(self.model, init_info.plain_methods),
-            weights,
-            self._link.ranks("server"),
-            parameters=self.model.named_parameters(),
-            unused=init_info.unused,
-            unwritten=init_info.unwritten,
-        )
-        self._transfer = _planned(None, to, init_info, self._link, self.device)
+        link = connect(store, "server", init_info.world_size, backend=init_info.group_backend)
+        self._link = link
+        model_config = self.vllm_config.model_config
+        self._loaded = LoadedWeights(self.model, model_config, init_info.plain_methods)
+        weights = _shapes(init_info)
+        to = self._loaded.destinations(lambda *loader: recorded(*loader, weights, init_info, link))
+        self._transfer = _planned(None, to, init_info, link, self.device)
 
     def start_weight_update(self) -> None:
-        """Does nothing: weights are written in place."""
+        """Does nothing: an update needs no preparation."""
 
     def finish_weight_update(self) -> None:
-        """Does nothing."""
+        """Converts what was received, in layers that convert weights after loading."""
+        self._loaded.finish()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         self.receive_weights(self.parse_update_info(update_info))
@@ -102,11 +103,12 @@ class ServerEngine(WeightTransferEngine[ServerInitInfo, UpdateInfo]):
             torch.accelerator.synchronize(self.device)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Receives all weights, in place."""
+        """Receives all weights: in place, or in layers that convert them, in a second set of tensors."""
         self._transfer.start(everything=update_info.everything).wait()
 
     def shutdown(self) -> None:
-        self._link.close()
+        if self._link is not None:
+            self._link.close()
 
 
 @dataclass
@@ -121,8 +123,9 @@ class TrainerInfo(TrainerInitInfo):
         unused: patterns of names of the trainer's weights that vLLM's loader may skip.
         unwritten: patterns of names of vLLM's parameters of which the loader may leave elements as they are, such as a
             vocabulary with padding.
-        plain_methods: further class names of ``quant_method`` that do not convert parameters after loading, such as
-            ``UnquantizedFusedMoEMethod`` with a kernel that takes experts as they are loaded.
+        plain_methods: further class names of ``quant_method`` that do not convert weights after loading, such as
+            ``UnquantizedFusedMoEMethod`` with a kernel that takes experts as they are loaded. They save memory.
+        group_backend: the backend of the connection. Default: torch's default for the accelerator.
     """
 
     backend: ClassVar[str] = BACKEND
@@ -135,10 +138,23 @@ class TrainerInfo(TrainerInitInfo):
     unused: list[str] = field(default_factory=list)
     unwritten: list[str] = field(default_factory=list)
     plain_methods: list[str] = field(default_factory=list)
+    group_backend: str = field(default_factory=default_backend)
+
+
+class DTensorSource(ModuleSource):
+    """The parameters of a module as a source for `TrainerEngine`: DTensors in any placements, and plain tensors.
+
+    vLLM's `ModuleSource` gathers parameters with other placements than `Shard` and `Replicate`, and all parameters in
+    vLLM 0.32. Plain tensors must be equal on all ranks of the trainer.
+    """
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """Returns the parameters by name."""
+        return {name: parameter.detach() for name, parameter in self._module.named_parameters()}
 
 
 class TrainerEngine(TrainerWeightTransferEngine[TrainerInfo]):
-    """The engine on each rank of the trainer, whose source must implement ``iter_local``."""
+    """The engine on each rank of the trainer. Its source is a `DTensorSource`, or implements ``iter_local``."""
 
     init_info_cls = TrainerInfo
 
@@ -148,18 +164,21 @@ class TrainerEngine(TrainerWeightTransferEngine[TrainerInfo]):
 
         Raises ValueError if the source has no local parts, or `rank` is not that of the default process group.
         """
-        if source is None or not source.implements_iter_local():
-            raise argument_error("source", "a WeightSource with iter_local()", type(source).__name__)
+        if not isinstance(source, DTensorSource) and not _has_local_parts(source):
+            allowed = "a DTensorSource or a WeightSource with iter_local()"
+            raise argument_error("source", allowed, type(source).__name__)
         if init_info.rank != dist.get_rank():
             raise argument_error("rank", f"{dist.get_rank()}, the rank in the default process group", init_info.rank)
-        engine = cls(client=client, source=source, is_sender=init_info.is_sender, rank=init_info.rank)
-        weights = [(meta.name, list(meta.shape), str(meta.dtype).removeprefix("torch.")) for meta in source.metadata]
+        engine = cls(client=client, source=source, is_sender=init_info.is_sender)
+        engine.rank = init_info.rank
+        metadata = source.metadata() if callable(source.metadata) else source.metadata  # a method in vLLM 0.32
+        weights = [(meta.name, list(meta.shape), str(meta.dtype).removeprefix("torch.")) for meta in metadata]
         told = {name: value for name, value in asdict(init_info).items() if name != "rank"}
-        payload = asdict(ServerInitInfo(**told, weights=weights))
+        to_workers = ServerInitInfo(**told, weights=weights)
         host, port = init_info.store_host, init_info.store_port
         store = dist.TCPStore(host, port, is_master=init_info.is_sender, wait_for_workers=False)
         engine._with_workers(
-            lambda: client.init_weight_transfer_engine(payload), lambda: engine._plan(store, init_info)
+            lambda: client.init_weight_transfer_engine(asdict(to_workers)), lambda: engine._plan(store, to_workers)
         )
         return engine
 
@@ -177,19 +196,12 @@ class TrainerEngine(TrainerWeightTransferEngine[TrainerInfo]):
     def shutdown(self) -> None:
         self._link.close()
 
-    def _plan(self, store: dist.Store, init_info: TrainerInfo) -> None:
+    def _plan(self, store: dist.Store, init_info: ServerInitInfo) -> None:
         self._store = store  # lives as long as the engine
-        self._link = connect(store, "trainer", init_info.world_size)
-        source, ranks = self.source, self._link.ranks("trainer")
-        assert source is not None
-        layouts = {meta.name: _layout(meta, ranks) for meta in source.metadata}
-        self._transfer = _planned(
-            lambda: {name: (part.detach(), layouts[name]) for name, part in source.iter_local()},
-            None,
-            init_info,
-            self._link,
-            None,
-        )
+        self._link = connect(store, "trainer", init_info.world_size, backend=init_info.group_backend)
+        recorded(lambda _: None, (), _shapes(init_info), init_info, self._link)
+        parts = _local_parts(self.source, self._link.ranks("trainer"))
+        self._transfer = _planned(parts, None, init_info, self._link, None)
 
     def _with_workers(self, call: Callable[[], object], own: Callable[[], object]) -> None:
         """Runs `own`, and on the sender at the same time `call`, which returns when the workers are done."""
@@ -205,11 +217,29 @@ class TrainerEngine(TrainerWeightTransferEngine[TrainerInfo]):
             executor.shutdown(wait=False)  # after an error here, workers may wait until their timeout
 
 
+def _shapes(init_info: ServerInitInfo) -> Weights:
+    """Returns the shape and dtype of each weight, by name."""
+    return {name: (shape, getattr(torch, dtype)) for name, shape, dtype in init_info.weights}
+
+
 def _planned(source: Any, to: Any, info: Any, link: Connection, device: torch.device | None) -> Any:
     """Returns the transfer of one side."""
     rules = [cast(info.dtype)] if info.dtype is not None else []
     options = {"only_changed": info.only_changed, "unused": info.unused, "group": link.group, "device": device}
     return transfer(source, to, rules, **options)
+
+
+def _has_local_parts(source: Any) -> bool:
+    """Returns whether a source yields this rank's part of each weight, as sources can since vLLM 0.33."""
+    return hasattr(source, "iter_local") and source.implements_iter_local()
+
+
+def _local_parts(source: Any, ranks: tuple[int, ...]) -> Callable[[], dict[str, Any]]:
+    """Returns a function that returns the source of the transfer: this rank's parts and their layouts."""
+    if isinstance(source, DTensorSource):
+        return lambda: in_connection(source.parameters(), ranks)
+    layouts = {meta.name: _layout(meta, ranks) for meta in source.metadata}
+    return lambda: {name: (part.detach(), layouts[name]) for name, part in source.iter_local()}
 
 
 def _layout(meta: ParamMeta, ranks: tuple[int, ...]) -> Layout:
@@ -218,7 +248,7 @@ def _layout(meta: ParamMeta, ranks: tuple[int, ...]) -> Layout:
     sizes = meta.mesh_shape if meta.mesh_shape is not None else (len(owners),)
     placements = ["R"] * len(sizes)
     if meta.placements is not None:
-        placements = [f"S({x.dim})" if isinstance(x, Shard) else "R" for x in meta.placements]
+        placements = [f"S({x.dim})" if isinstance(x, base.Shard) else "R" for x in meta.placements]
     assert math.prod(sizes) == len(owners)
     mesh = Mesh({f"axis{i}": size for i, size in enumerate(sizes)}, [ranks[owner] for owner in owners])
     return Layout(mesh, meta.shape, placements, str(meta.dtype).removeprefix("torch."))

@@ -1,32 +1,174 @@
-"""The loader of a model of vLLM, with a check that its parameters stay as it writes them: `checked_loader`."""
+"""Parts of the engines for vLLM and verl: the weights of a model of vLLM, and the backend of the connection.
+
+Follows vllm/model_executor/model_loader/reload of vLLM 0.32 and 0.33.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ...layouts.errors import argument_error
+from ...loaders import recorded_destination
+from ...loaders.recording import Load, Weights
+from ...runtime.connecting import Connection
 
-# Names of methods of layers that leave parameters as the loader writes them.
+# Classes of `quant_method` and of attention that leave weights on CUDA as the loader writes them.
 PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
+PLAIN_ATTENTION = ("Attention",)
+
+# Finds destinations: gets the model's loader and its parameters, returns (tensor, layout) of each weight.
+Record = Callable[[Load, Iterable[tuple[str, torch.Tensor]]], dict[str, tuple[torch.Tensor, Any]]]
 
 
-def checked_loader(model: torch.nn.Module, plain_methods: list[str]) -> Callable[..., object]:
-    """Returns the model's ``load_weights``. It raises ValueError if a layer may convert its parameters after loading.
+class LoadedWeights:
+    """The weights of a model of vLLM as its loader writes them, before layers convert them for their kernels.
+
+    If no layer converts weights, these are the model's parameters. Otherwise they are a second set of tensors, which
+    stays allocated, and `finish` converts them as vLLM does when it reloads a checkpoint: layers may quantize, pack or
+    transpose weights, or derive others from them.
 
     Args:
-        plain_methods: class names of ``quant_method`` that are allowed, in addition to `PLAIN_METHODS`.
+        plain_methods: class names of ``quant_method`` that do not convert weights, in addition to `PLAIN_METHODS`.
+    """
+
+    def __init__(self, model: torch.nn.Module, model_config: Any, plain_methods: Iterable[str]) -> None:
+        self._model, self._model_config = model, model_config
+        self._converts = _converts(model, {*PLAIN_METHODS, *plain_methods})
+        self._layers: dict[torch.nn.Module, dict[str, torch.Tensor]] = {}  # the second set: by layer and name
+
+    def destinations(self, record: Record) -> dict[str, tuple[torch.Tensor, Any]]:
+        """Returns what `record` finds. The model's parameters are unchanged afterwards.
+
+        Raises ValueError if the loader writes to an attention layer that converts its weights, such as scales.
+        """
+        model = self._model
+        if not self._converts:
+            return record(model.load_weights, model.named_parameters())
+        from vllm.model_executor.model_loader.reload import layerwise
+
+        layerwise.initialize_layerwise_reload(model)
+        try:
+            kernel_tensors = {layer: layerwise.get_layerwise_info(layer).kernel_tensors for layer in model.modules()}
+            as_loaded = {layer: _tensors_as_loaded(layer) for layer in model.modules()}
+            found = record(model.load_weights, model.named_parameters())
+        finally:
+            self._end_reload()
+        written = {tensor.untyped_storage()._cdata for tensor, _ in found.values()}
+        used = {}  # the second set, by the tensor that the kernels use
+        for layer, tensors in as_loaded.items():
+            if any(tensor.untyped_storage()._cdata in written for tensor in tensors.values()):
+                if layerwise.is_deferred_attention_layer(layer):
+                    raise argument_error("load", "a loader that writes no weights of attention layers", type(layer))
+                self._layers[layer] = tensors
+                used |= {id(x): tensors[name] for name, x in kernel_tensors[layer][0].items() if name in tensors}
+        for layer in as_loaded.keys() - self._layers.keys():  # tied weights are converted for each of their layers
+            tied = {name: used[id(x)] for name, x in kernel_tensors[layer][0].items() if id(x) in used}
+            if tied:
+                self._layers[layer] = tied
+        return found
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Converts the weights, if layers do, and copies them to the tensors that the kernels use."""
+        if not self._converts:
+            return
+        from vllm.model_executor.model_loader.reload import layerwise
+
+        layerwise.initialize_layerwise_reload(self._model)
+        try:
+            for layer, weights in self._layers.items():
+                info = layerwise.get_layerwise_info(layer)
+                layerwise.materialize_layer(layer, info)
+                _copy(weights, layerwise.get_layer_tensors(layer))
+                layerwise._layerwise_process(layer, info)
+        finally:
+            self._end_reload()
+
+    def _end_reload(self) -> None:
+        """Restores layers that were not reloaded, and lets attention layers derive weights from others again."""
+        from vllm.model_executor.model_loader.reload import layerwise
+
+        for layer in self._model.modules():
+            info = layerwise.get_layerwise_info(layer)
+            if info.can_load():
+                info.load_numel_total = 0  # so that vLLM does not warn about missing weights
+        layerwise.finalize_layerwise_reload(self._model, self._model_config)
+
+
+def checked_loader(model: torch.nn.Module, plain_methods: Iterable[str]) -> Load:
+    """Returns the model's ``load_weights``. It raises ValueError if a layer may convert its weights after loading.
+
+    Args:
+        plain_methods: as in `LoadedWeights`.
     """
     allowed = {*PLAIN_METHODS, *plain_methods}
 
     def load(weights: Any) -> object:
-        for name, module in model.named_modules():
-            method = getattr(module, "quant_method", None)
-            if method is not None and type(method).__name__ not in allowed:
-                kind = type(method).__name__
+        for name, kind in _quant_methods(model).items():
+            if kind not in allowed:
                 raise argument_error(f"the quant_method of {name}", f"one of {', '.join(sorted(allowed))}", kind)
         return model.load_weights(weights)
 
     return load
+
+
+def _quant_methods(model: torch.nn.Module) -> dict[str, str]:
+    """Returns the class names of the layers' ``quant_method``, by the layers' names."""
+    methods = {name: getattr(layer, "quant_method", None) for name, layer in model.named_modules()}
+    return {name: type(method).__name__ for name, method in methods.items() if method is not None}
+
+
+def _converts(model: torch.nn.Module, plain_methods: set[str]) -> bool:
+    """Returns whether any layer may convert weights after loading."""
+    methods = {*_quant_methods(model).values()}
+    derive = {type(layer).__name__ for layer in model.modules() if hasattr(layer, "process_weights_after_loading")}
+    if not methods <= plain_methods or not derive <= {*PLAIN_ATTENTION}:
+        return True
+    if not methods:
+        return False
+    from vllm.platforms import current_platform
+
+    return not current_platform.is_cuda_alike()  # elsewhere linear layers pack weights
+
+
+def _tensors_as_loaded(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Allocates the tensors of a layer as its loader expects them, with zeros, and returns them by name."""
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    on_meta = [name for name, tensor in layerwise.get_layer_tensors(layer).items() if tensor.is_meta]
+    layerwise.materialize_layer(layer, layerwise.get_layerwise_info(layer))
+    tensors = layerwise.get_layer_tensors(layer)
+    for tensor in tensors.values():
+        tensor.weight_loader = layerwise._get_original_loader(tensor)
+    for name in on_meta:
+        tensors[name].zero_()
+    return {name: tensors[name] for name in on_meta}
+
+
+def _copy(source: Mapping[str, torch.Tensor], to: Mapping[str, torch.Tensor]) -> None:
+    for name, tensor in source.items():
+        to[name].copy_(tensor)
+
+
+def recorded(
+    load: Load, parameters: Iterable[tuple[str, torch.Tensor]], weights: Weights, options: Any, link: Connection
+) -> dict[str, tuple[torch.Tensor, Any]]:
+    """Returns what this rank's loader writes. All ranks of the connection call; those of the trainer load nothing.
+
+    Raises ValueError on all ranks if a loader cannot be recorded.
+
+    Args:
+        options: has `unused` and `unwritten`, as in `recorded_destination`.
+    """
+    lists = {"unused": options.unused, "unwritten": options.unwritten}
+    return recorded_destination(load, weights, range(link.world_size), parameters=parameters, group=link.group, **lists)
+
+
+def default_backend() -> str:
+    """Returns torch's default backend for the accelerator, or for CPU tensors if there is none."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return dist.get_default_backend_for_device(accelerator or "cpu")
