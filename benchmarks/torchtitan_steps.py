@@ -3,9 +3,10 @@
     make bench-torchtitan                               # results/torchtitan-torch<version>.json
     make bench-torchtitan ARGS="--steps 6 --out /tmp/quick.json"
 
-Runs of the two alternate. The step time is the lower quartile over all steps of a contender, without the first three of
-each run, by the host's clock and by the CPU time of rank 0. The exit status is 1 if losses differ by more than 1e-5 of
-their value.
+Runs of the two alternate. A step time is the lower quartile over all steps of a contender, without the first three and
+the last one of each run, by the host's clock and by the CPU time of rank 0. Bytes received, by sw.debug.wire_meter, and
+the peak of PyTorch's allocator above the state before the step are those of rank 0 in the last step. The exit status
+is 1 if losses differ by more than 1e-5 of their value.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def measure(folder: Path, case: tuple, steps: int, repetitions: int) -> dict:
     runs: dict[str, list[dict]] = {"stock": [], "ours": []}
     for _ in range(repetitions):
         for contender, prefix in (("stock", ""), ("ours", "shardwright.integrations.torchtitan.")):
-            run = train(folder, prefix + module, config, *arguments, steps=steps, layers=layers)
+            run = train(folder, prefix + module, config, *arguments, steps=steps, layers=layers, profiled=True)
             runs[contender].append(run)
     ours, stock = runs["ours"][0], runs["stock"][0]
     differences = [abs(a - b) / b for a, b in zip(ours["losses"], stock["losses"], strict=True)]
@@ -49,6 +50,9 @@ def measure(folder: Path, case: tuple, steps: int, repetitions: int) -> dict:
         "dispatches_per_step": ours["dispatches"][-1] - ours["dispatches"][-2],
         "largest_loss_difference": max(differences),
     }
+    last = {"ours": ours, "stock": stock}
+    row["received_bytes"] = {name: run["received_bytes"][-1] - run["received_bytes"][-2] for name, run in last.items()}
+    row["peak_bytes"] = {name: run["peak_bytes"] for name, run in last.items()}
     for clock in ("seconds", "cpu_seconds"):
         row[clock] = {contender: quartile(found, clock) for contender, found in runs.items()}
         row[f"{clock}_ratio"] = row[clock]["ours"] / row[clock]["stock"]
@@ -57,7 +61,7 @@ def measure(folder: Path, case: tuple, steps: int, repetitions: int) -> dict:
 
 def quartile(runs: list[dict], clock: str) -> float:
     """Returns the lower quartile of the step times."""
-    times = [b - a for run in runs for a, b in zip(run[clock][WARM_UP_STEPS - 1 :], run[clock][WARM_UP_STEPS:])]
+    times = [b - a for run in runs for a, b in zip(run[clock][WARM_UP_STEPS - 1 : -2], run[clock][WARM_UP_STEPS:-1])]
     return quantiles(times, n=4)[0]
 
 

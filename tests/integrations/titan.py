@@ -23,6 +23,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
 HERE = Path(__file__).resolve().parent
+sys.path.append(str(HERE.parent / "python"))
+
+from allocations import peak_bytes, profiled  # noqa: E402
+
 NUM_RANKS = 4
 LENGTH = 64  # tokens of a sequence
 
@@ -54,8 +58,11 @@ def train(
     layers: int = 0,
     ranks: int = NUM_RANKS,
     attention: str | None = "attention",
+    profiled: bool = False,
 ) -> dict[str, Any]:
-    """Trains in float32. Returns lists by step, of rank 0: losses, norms, seconds, counters.
+    """Trains in float32. Returns lists by step, of rank 0: losses, norms, seconds, bytes received so far, counters.
+
+    With `profiled`, the last step is slower, and its peak of allocated bytes is in the result, under "peak_bytes".
 
     Args:
         folder: with the files of `make_assets`.
@@ -90,6 +97,7 @@ def train(
         "HF_HUB_OFFLINE": "1",
         "TITAN_RECORD": str(record),
         "TITAN_LAYERS": str(layers),
+        "TITAN_PROFILED_STEP": str(steps if profiled else 0),
         "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
     }
     done = subprocess.run(
@@ -184,6 +192,7 @@ def main() -> None:
     import shardwright as sw
 
     steps: list[tuple[float, ...]] = []
+    profile, profiled_step = profiled(), int(os.environ["TITAN_PROFILED_STEP"])
     log, divide, parse = (
         MetricsProcessor.log,
         fsdp.disable_fsdp_gradient_division,
@@ -195,7 +204,11 @@ def main() -> None:
         assert counts["fallbacks"] == 0, counts["fallback_reasons"]
         clocks = time.perf_counter(), time.process_time()
         counters = (counts["calls"], counts["dispatches"], counts["products"], *attention.values())
-        steps.append((loss, norm, *clocks, *counters))
+        steps.append((loss, norm, *clocks, meter.received_bytes, *counters))
+        if step == profiled_step - 1:
+            profile.start()
+        elif step == profiled_step:
+            profile.stop()
         log(self, step, loss, largest, norm, **rest)
 
     def sum_gradients(model: Any) -> None:
@@ -217,10 +230,14 @@ def main() -> None:
     fsdp.disable_fsdp_gradient_division = sum_gradients
     program.ConfigManager.parse_args = shortened
     spmd_types.set_dist(GlooDistributed())
-    program.main()
+    with sw.debug.wire_meter() as meter:
+        program.main()
     if os.environ["RANK"] == "0":
-        names = ("losses", "norms", "seconds", "cpu_seconds", "calls", "dispatches", "products", *attention)
-        found = {name: list(values) for name, values in zip(names, zip(*steps))}
+        clocks, counters = ("seconds", "cpu_seconds"), ("calls", "dispatches", "products", *attention)
+        names = ("losses", "norms", *clocks, "received_bytes", *counters)
+        found: dict[str, Any] = {name: list(values) for name, values in zip(names, zip(*steps))}
+        if profiled_step:
+            found["peak_bytes"] = peak_bytes(profile)
         Path(os.environ["TITAN_RECORD"]).write_text(json.dumps(found))
 
 
