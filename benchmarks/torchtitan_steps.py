@@ -51,8 +51,8 @@ def measure(folder: Path, case: tuple, steps: int, repetitions: int) -> dict:
         "largest_loss_difference": max(differences),
     }
     last = {"ours": ours, "stock": stock}
-    row["received_bytes"] = {name: run["received_bytes"][-1] - run["received_bytes"][-2] for name, run in last.items()}
-    row["peak_bytes"] = {name: run["peak_bytes"] for name, run in last.items()}
+    for count in ("received_bytes", "peak_bytes"):
+        row[count] = {name: run[count] for name, run in last.items()}
     for clock in ("seconds", "cpu_seconds"):
         row[clock] = {contender: quartile(found, clock) for contender, found in runs.items()}
         row[f"{clock}_ratio"] = row[clock]["ours"] / row[clock]["stock"]

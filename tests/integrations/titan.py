@@ -60,9 +60,9 @@ def train(
     attention: str | None = "attention",
     profiled: bool = False,
 ) -> dict[str, Any]:
-    """Trains in float32. Returns lists by step, of rank 0: losses, norms, seconds, bytes received so far, counters.
+    """Trains in float32. Returns lists by step, of rank 0: losses, norms, seconds, counters.
 
-    With `profiled`, the last step is slower, and its peak of allocated bytes is in the result, under "peak_bytes".
+    With `profiled`, the last step is slower, and the result has its "received_bytes", and its "peak_bytes" allocated.
 
     Args:
         folder: with the files of `make_assets`.
@@ -192,7 +192,7 @@ def main() -> None:
     import shardwright as sw
 
     steps: list[tuple[float, ...]] = []
-    profile, profiled_step = profiled(), int(os.environ["TITAN_PROFILED_STEP"])
+    profile, meter, profiled_step = profiled(), sw.debug.wire_meter(), int(os.environ["TITAN_PROFILED_STEP"])
     log, divide, parse = (
         MetricsProcessor.log,
         fsdp.disable_fsdp_gradient_division,
@@ -204,11 +204,13 @@ def main() -> None:
         assert counts["fallbacks"] == 0, counts["fallback_reasons"]
         clocks = time.perf_counter(), time.process_time()
         counters = (counts["calls"], counts["dispatches"], counts["products"], *attention.values())
-        steps.append((loss, norm, *clocks, meter.received_bytes, *counters))
+        steps.append((loss, norm, *clocks, *counters))
         if step == profiled_step - 1:
-            profile.start()
+            profile.__enter__()
+            meter.__enter__()
         elif step == profiled_step:
-            profile.stop()
+            meter.__exit__(None, None, None)
+            profile.__exit__(None, None, None)
         log(self, step, loss, largest, norm, **rest)
 
     def sum_gradients(model: Any) -> None:
@@ -230,14 +232,12 @@ def main() -> None:
     fsdp.disable_fsdp_gradient_division = sum_gradients
     program.ConfigManager.parse_args = shortened
     spmd_types.set_dist(GlooDistributed())
-    with sw.debug.wire_meter() as meter:
-        program.main()
+    program.main()
     if os.environ["RANK"] == "0":
-        clocks, counters = ("seconds", "cpu_seconds"), ("calls", "dispatches", "products", *attention)
-        names = ("losses", "norms", *clocks, "received_bytes", *counters)
+        names = ("losses", "norms", "seconds", "cpu_seconds", "calls", "dispatches", "products", *attention)
         found: dict[str, Any] = {name: list(values) for name, values in zip(names, zip(*steps))}
         if profiled_step:
-            found["peak_bytes"] = peak_bytes(profile)
+            found |= {"received_bytes": meter.received_bytes, "peak_bytes": peak_bytes(profile)}
         Path(os.environ["TITAN_RECORD"]).write_text(json.dumps(found))
 
 
