@@ -86,7 +86,7 @@ Execution::~Execution() {
       }
       const StreamEvent end = side.record();
       end.block(*home_);
-      if (is_in_rest_) end.block(side_stream(device_, SideStream::kRest));  // may own buffers
+      if (is_completing_) end.block(side_stream(device_, SideStream::kCompletion));  // may own buffers
     }
   } catch (const std::exception&) {
     // The group has failed, and its error was reported already. A destructor must not throw.
@@ -156,15 +156,15 @@ void Execution::release() {
   groups_.clear();
 }
 
-void Execution::start_rest_on_side_stream() {
+void Execution::submit_completion() {
   for (const at::Tensor& buffer : buffers_) {
     if (buffer.defined()) kept_.push_back(buffer);
   }
   {
-    const SideStreamGuard rest(device_, SideStream::kRest);
-    is_in_rest_ = true;
+    const SideStreamGuard side(device_, SideStream::kCompletion);
+    is_completing_ = true;
     start_until(num_instructions_);
-    end_.emplace(rest.record());
+    end_.emplace(side.record());
     started_in_capture_ = is_capturing(device_);
   }
   release();
@@ -195,7 +195,7 @@ void Execution::check_capture() const {
 }
 
 void Execution::wait_until(int instruction) {
-  if (!is_in_rest_) {
+  if (!is_completing_) {
     finish_until(instruction);
     // The progress thread may keep a finished run for a while; the run must not keep its tensors.
     if (finished()) release();
@@ -210,7 +210,7 @@ void Execution::wait_until(int instruction) {
 }
 
 bool Execution::is_done() const {
-  if (!is_in_rest_) return finished();
+  if (!is_completing_) return finished();
   return !end_ || end_->query();
 }
 
@@ -226,7 +226,7 @@ void Execution::abandon() noexcept {
     const std::lock_guard<std::recursive_mutex> lock(mutex_);
     for (const at::Tensor& buffer : kept_) {  // the allocator reuses a buffer once both streams are done with it
       record_use(buffer, side_stream(device_, SideStream::kTransfers));
-      record_use(buffer, side_stream(device_, SideStream::kRest));
+      record_use(buffer, side_stream(device_, SideStream::kCompletion));
     }
     kept_.clear();
   } catch (const std::exception&) {
@@ -240,7 +240,7 @@ void Execution::step() {
     for (const BufferId b : compiled_.lifetimes().begins[index]) allocate(b);
     execute(program_.instructions[index].operation, index);
     if (uses_side_stream_ && compiled_.orders_a_transfer(index)) marks_[index].emplace(current_stream(device_));
-    if (is_in_rest_ && program_.num_destinations() > 0 && ends_step(index)) {
+    if (is_completing_ && program_.num_destinations() > 0 && ends_step(index)) {
       step_ends_.emplace(index + 1, current_stream(device_));
     }
   } catch (const c10::Error& error) {

@@ -4,7 +4,8 @@
 //   home stream   the stream that is current when the run begins; the program computes and allocates memory on it
 //   destination   a tensor of the caller, parts of which the program writes (program/program.h)
 //   ticket        the index of the instruction that starts a transfer; a Wait names its transfer by the ticket
-//   rest          the instructions that an asynchronous call leaves to a second side stream (SideStream::kRest)
+//   completion    the instructions of an asynchronous program that do not run on the caller's stream, but on
+//                 SideStream::kCompletion
 //
 // State: `next_` is the index of the next instruction. Each instruction runs once, in order, under `mutex_`, on
 // whichever thread gets there first. The first instruction that throws sets `failure_` and moves `next_` past the end.
@@ -73,9 +74,9 @@ class Execution {
   // Drops the buffers, the outputs and the leases of groups. Call it only once the run is finished.
   void release();
 
-  // If the device has streams: submits the rest of the program to a side stream (SideStream::kRest), so that the
-  // caller's stream can continue until `wait_for_end`.
-  void start_rest_on_side_stream();
+  // Submits all remaining instructions to SideStream::kCompletion, so that the caller's stream can continue. Only for
+  // devices with streams.
+  void submit_completion();
   // Makes the current stream wait for the end of the program. Throws c10::Error if a graph is being captured now but
   // was not when the program was started, or the reverse. May be called by several threads, each any number of times.
   void wait_for_end();
@@ -162,13 +163,13 @@ class Execution {
   // for which some transfer must wait.
   std::optional<StreamEvent> begin_;
   std::vector<std::optional<StreamEvent>> marks_;
-  // If the rest of the program runs on a side stream: the buffers allocated on the home stream before, and the event at
-  // the end.
+  // Once the completion is submitted: the buffers that were allocated on the home stream before, and the event at the
+  // end of the program.
   std::vector<at::Tensor> kept_;
   std::optional<StreamEvent> end_;
   std::map<int, StreamEvent> step_ends_;  // ends of steps, by the next instruction; only with destinations
-  bool is_in_rest_ = false;               // the rest was or is being submitted to SideStream::kRest
-  bool started_in_capture_ = false;       // a graph was being captured when the rest was submitted
+  bool is_completing_ = false;            // submit_completion was called
+  bool started_in_capture_ = false;       // a graph was being captured when the completion was submitted
   std::atomic<bool> is_waited_for_{false};
   std::vector<TraceSpan> spans_;            // by instruction, while a trace is taken
   int64_t run_number_ = 0;                  // number of this run in a trace; 0: none yet

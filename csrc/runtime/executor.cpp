@@ -141,7 +141,7 @@ void check_out(const CompiledProgram& compiled, const at::Tensor& input, const a
       "a 1-D tensor may have its input in out, at its final offset");
 }
 
-// On CPU: runs the instructions before `until` on this thread, and leaves the rest to the progress thread.
+// On CPU: runs the instructions before `until` on this thread, and leaves the later ones to the progress thread.
 void start_on_host(const Executable& executable, const std::shared_ptr<Execution>& execution, int until) {
   // Dispatch modes of this thread must see all communications.
   if (c10::impl::TorchDispatchModeTLS::any_modes_set()) until = executable.compiled().last_communication() + 1;
@@ -151,14 +151,14 @@ void start_on_host(const Executable& executable, const std::shared_ptr<Execution
 }
 
 // On devices with streams: submits the whole program. The current stream gets the instructions up to the first Wait,
-// and up to the last one that reads the input if the input may change. A side stream gets the rest.
+// and up to the last one that reads the input if the input may change. A side stream gets the later ones.
 void start_on_streams(const CompiledProgram& compiled, const std::shared_ptr<Execution>& execution,
                       const at::Tensor& output, bool input_may_change) {
   const int until =
       input_may_change ? std::max(compiled.first_wait(), compiled.end_of_input_reads()) : compiled.first_wait();
   issue_order_of(execution->device()).issue_asynchronous(execution, output, [&] {
     execution->start_until(until);
-    execution->start_rest_on_side_stream();
+    execution->submit_completion();
   });
 }
 
@@ -277,9 +277,7 @@ std::shared_ptr<Execution> start_all(const ExecutablePtr& executable, c10::Array
   if (execution->transfers_on_host()) {
     start_on_host(*executable, execution, compiled.end_of_first_transfers());
   } else {
-    issue_order_of(execution->device()).issue_asynchronous(execution, token, [&] {
-      execution->start_rest_on_side_stream();
-    });
+    issue_order_of(execution->device()).issue_asynchronous(execution, token, [&] { execution->submit_completion(); });
   }
   ++counters().runs;
   counters().received_bytes += compiled.received_bytes();

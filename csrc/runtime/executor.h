@@ -1,5 +1,5 @@
 // Runs a rank's program over groups of ranks (transport.h). docs/architecture/runtime.md tabulates the states of a
-// program. An Execution (execution.h) is one run; it defines home stream, destination and the rest of a program.
+// program. An Execution (execution.h) is one run; it defines home stream, destination and completion.
 //
 // The threads that run the instructions of a program
 //   Synchronous:            the calling thread, to the end.
@@ -23,10 +23,9 @@
 // asynchronous collectives do.
 //
 // Streams. A program computes on the caller's stream, its home stream. Asynchronous calls and programs with products
-// run transfers on the device's transfer stream (side_stream.h). Other programs run them on the home stream, after
-// asynchronous programs that nobody has waited for. The instructions that remain after the first transfers of an
-// asynchronous call run on a second side stream; a wait makes the waiting thread's current stream wait for the end of
-// these instructions. The host never waits.
+// run transfers on the side stream for transfers (side_stream.h). Other programs run them on the home stream, after
+// asynchronous programs that nobody has waited for. The completion of an asynchronous program runs on a second side
+// stream; a wait makes the waiting thread's current stream wait for the end of the completion. The host never waits.
 //
 // Memory is allocated on the home stream. It is freed once the home stream waits for everything that used it. If nobody
 // waits, the allocator is told which streams used it.
@@ -68,7 +67,8 @@ void check_out(const ExecutablePtr& executable, const at::Tensor& input, const a
 std::vector<at::Tensor> run_all(const ExecutablePtr& executable, c10::ArrayRef<at::Tensor> tensors);
 
 // Starts a program without outputs. Returns once the first transfers are under way; a program that stages tensors on
-// the host returns once it is done. Execution::wait_until waits for the rest, as long as `token` exists. Inputs must
+// the host returns once it is done. Execution::wait_until waits for later
+// instructions, as long as `token` exists. Inputs must
 // not change until the program has read them: they are not copied, because copies would take more memory than the
 // program.
 std::shared_ptr<Execution> start_all(const ExecutablePtr& executable, c10::ArrayRef<at::Tensor> tensors,

@@ -79,10 +79,10 @@ void IssueOrder::put_after_last(c10::Stream stream) {
 void IssueOrder::put_after_asynchronous_runs(c10::Stream stream) {
   int64_t& seen = seen_[stream.id()];
   if (seen == num_asynchronous_) return;
-  const c10::Stream rest = side_stream(device_, SideStream::kRest);
+  const c10::Stream completion = side_stream(device_, SideStream::kCompletion);
   const bool captures = is_capturing(stream);
-  if (is_capturing(rest) != captures) return;
-  StreamEvent(rest).block(stream);
+  if (is_capturing(completion) != captures) return;
+  StreamEvent(completion).block(stream);
   if (!captures) seen = num_asynchronous_;
 }
 

@@ -1,5 +1,5 @@
-// The side streams of a device, which programs use next to the caller's stream: one for transfers, and one for the
-// instructions that asynchronous programs have left when their calls return.
+// The two side streams of a device, which programs use next to the caller's stream: one runs transfers, the other one
+// completes asynchronous programs.
 //
 // Work on a side stream runs after the work that the current stream was given before, or after an event. A user of the
 // result makes its own current stream wait; the host never waits. The CPU has no streams: process groups have their own
@@ -16,8 +16,10 @@
 
 namespace shardwright {
 
-// kTransfers: for transfers. kRest: for the instructions that remain when an asynchronous call returns.
-enum class SideStream : uint8_t { kTransfers, kRest };
+enum class SideStream : uint8_t {
+  kTransfers,   // runs transfers
+  kCompletion,  // runs the remaining instructions of asynchronous programs, so that the caller's stream can continue
+};
 
 // Returns a device's side stream of a kind, a stream of high priority. `device` must not be the CPU.
 c10::Stream side_stream(c10::Device device, SideStream which);
