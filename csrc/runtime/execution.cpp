@@ -23,7 +23,7 @@ namespace {
 using BelowAutograd = at::AutoDispatchBelowADInplaceOrView;
 
 // Returns a tensor's elements in row-major order, as a flat tensor. It is a view if the tensor is already row-major.
-at::Tensor dense(const at::Tensor& input) {
+at::Tensor flat_row_major(const at::Tensor& input) {
   at::Tensor plain = input.is_conj() || input.is_neg() ? input.resolve_conj().resolve_neg() : input;
   if (!plain.is_contiguous()) plain = plain.contiguous();
   return flat_view(plain, 0, plain.numel());
@@ -65,12 +65,13 @@ Execution::Execution(ExecutablePtr executable, c10::ArrayRef<at::Tensor> tensors
   if (compiled_.flagged_product() >= 0) check_flags();
   const BelowAutograd guard;
   for (size_t i = 0; i < tensors.size(); ++i) {
-    buffers_[i] = program_.buffers[i].strides ? tensors[i] : dense(is_on_cpu_ ? tensors[i] : on_arena(tensors[i]));
+    buffers_[i] =
+        program_.buffers[i].strides ? tensors[i] : flat_row_major(is_on_cpu_ ? tensors[i] : on_arena(tensors[i]));
   }
-  if (!is_on_cpu_) home_ = current_stream(device_);
+  if (!is_on_cpu_) home_stream_ = current_stream(device_);
   if (uses_side_stream_) {
-    transferred_.resize(program_.instructions.size());
-    marks_.resize(program_.instructions.size());
+    transfer_ends_.resize(program_.instructions.size());
+    order_events_.resize(program_.instructions.size());
   }
 }
 
@@ -85,7 +86,7 @@ Execution::~Execution() {
         }
       }
       const StreamEvent end = side.record();
-      end.block(*home_);
+      end.block(*home_stream_);
       if (is_completing_) end.block(side_stream(device_, SideStream::kCompletion));  // may own buffers
     }
   } catch (const std::exception&) {
@@ -111,35 +112,35 @@ void Execution::copy_input(const at::Tensor& input) {
   at::Tensor copy = take_staging(input.numel(), buffers_[kInputBuffer].options());
   copy.copy_(buffers_[kInputBuffer]);
   buffers_[kInputBuffer] = std::move(copy);
-  owns_input_ = true;
+  has_staged_input_ = true;
 }
 
-void Execution::start_until(int instruction) {
+void Execution::run_until(int instruction) {
   const BelowAutograd guard;
   const c10::OptionalDeviceGuard on_device(is_on_cpu_ ? std::nullopt : std::optional(device_));
   // Not recorded in the constructor: there the home stream does not wait yet for transfers of earlier programs
   // (issue_order.h).
-  if (uses_side_stream_ && !begin_) begin_.emplace(*home_);
+  if (uses_side_stream_ && !begin_event_) begin_event_.emplace(*home_stream_);
   StepRecord record;
   // The lock is held to the end of a step, because passing it to another thread takes longer than a small copy.
   while (next_ < instruction) {
     const std::lock_guard<std::recursive_mutex> lock(mutex_);
     while (next_ < instruction) {
       record.at(program_, next_);
-      step();
+      run_instruction();
       if (ends_step(next_ - 1)) break;
     }
   }
 }
 
-void Execution::run_next() { start_until(std::min(next_ + 1, num_instructions_)); }
+void Execution::run_next() { run_until(std::min(next_ + 1, num_instructions_)); }
 
-void Execution::start_all() { start_until(compiled_.last_communication() + 1); }
+void Execution::start_all_transfers() { run_until(compiled_.last_communication() + 1); }
 
 void Execution::finish() { finish_until(num_instructions_); }
 
 void Execution::finish_until(int instruction) {
-  start_until(instruction);
+  run_until(instruction);
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (failure_) std::rethrow_exception(failure_);
 }
@@ -149,8 +150,8 @@ void Execution::release() {
   std::vector<at::Tensor> buffers;
   c10::SmallVector<at::Tensor, 2> outputs;
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
-  if (owns_input_ && !failure_) give_staging(buffers_[kInputBuffer]);
-  owns_input_ = false;
+  if (has_staged_input_ && !failure_) give_staging(buffers_[kInputBuffer]);
+  has_staged_input_ = false;
   buffers.swap(buffers_);
   outputs.swap(outputs_);
   groups_.clear();
@@ -158,13 +159,13 @@ void Execution::release() {
 
 void Execution::submit_completion() {
   for (const at::Tensor& buffer : buffers_) {
-    if (buffer.defined()) kept_.push_back(buffer);
+    if (buffer.defined()) home_buffers_.push_back(buffer);
   }
   {
     const SideStreamGuard side(device_, SideStream::kCompletion);
     is_completing_ = true;
-    start_until(num_instructions_);
-    end_.emplace(side.record());
+    run_until(num_instructions_);
+    end_event_.emplace(side.record());
     started_in_capture_ = is_capturing(device_);
   }
   release();
@@ -174,13 +175,13 @@ void Execution::wait_for_end() {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (failure_) std::rethrow_exception(failure_);
   check_capture();
-  wait_for(*end_, device_);
+  wait_for(*end_event_, device_);
   is_waited_for_ = true;
   const c10::Stream current = current_stream(device_);
-  if (current != *home_) {  // other streams may not wait for the end
-    for (const at::Tensor& buffer : kept_) record_use(buffer, current);
+  if (current != *home_stream_) {  // other streams may not wait for the end
+    for (const at::Tensor& buffer : home_buffers_) record_use(buffer, current);
   }
-  kept_.clear();
+  home_buffers_.clear();
 }
 
 void Execution::check_capture() const {
@@ -211,7 +212,7 @@ void Execution::wait_until(int instruction) {
 
 bool Execution::is_done() const {
   if (!is_completing_) return finished();
-  return !end_ || end_->query();
+  return !end_event_ || end_event_->query();
 }
 
 // A step also ends before each of its Waits, because sources are read before the first one.
@@ -224,22 +225,23 @@ bool Execution::ends_step(int instruction) const {
 void Execution::abandon() noexcept {
   try {
     const std::lock_guard<std::recursive_mutex> lock(mutex_);
-    for (const at::Tensor& buffer : kept_) {  // the allocator reuses a buffer once both streams are done with it
+    for (const at::Tensor& buffer :
+         home_buffers_) {  // the allocator reuses a buffer once both streams are done with it
       record_use(buffer, side_stream(device_, SideStream::kTransfers));
       record_use(buffer, side_stream(device_, SideStream::kCompletion));
     }
-    kept_.clear();
+    home_buffers_.clear();
   } catch (const std::exception&) {
     // The device has failed; there is nothing left to protect.
   }
 }
 
-void Execution::step() {
+void Execution::run_instruction() {
   const int index = next_;
   try {
     for (const BufferId b : compiled_.lifetimes().begins[index]) allocate(b);
     execute(program_.instructions[index].operation, index);
-    if (uses_side_stream_ && compiled_.orders_a_transfer(index)) marks_[index].emplace(current_stream(device_));
+    if (uses_side_stream_ && compiled_.orders_a_transfer(index)) order_events_[index].emplace(current_stream(device_));
     if (is_completing_ && program_.num_destinations() > 0 && ends_step(index)) {
       step_ends_.emplace(index + 1, current_stream(device_));
     }
@@ -298,7 +300,7 @@ at::Tensor Execution::range(const BufferRange& range) const {
   return is_whole ? buffer : flat_view(buffer, range.offset, range.count);
 }
 
-char* Execution::data(const BufferRange& range) const {
+char* Execution::address(const BufferRange& range) const {
   const at::Tensor& buffer = buffers_[range.buffer];
   return static_cast<char*>(buffer.data_ptr()) + range.offset * static_cast<int64_t>(buffer.element_size());
 }
@@ -307,8 +309,8 @@ void Execution::reduce(const Reduce& reduce) {
   if (is_on_cpu_) {
     std::vector<const void*> parts;
     parts.reserve(reduce.parts.size());
-    for (const BufferRange& part : reduce.parts) parts.push_back(data(part));
-    return reduce_parts(reduce.op, parts, reduce.dst.count, reduce.divisor, data(reduce.dst),
+    for (const BufferRange& part : reduce.parts) parts.push_back(address(part));
+    return reduce_parts(reduce.op, parts, reduce.dst.count, reduce.divisor, address(reduce.dst),
                         c10::typeMetaToScalarType(options_.dtype()));
   }
   at::Tensor dst = range(reduce.dst);
@@ -317,14 +319,14 @@ void Execution::reduce(const Reduce& reduce) {
   reduce_parts(reduce.op, parts, reduce.divisor, dst);
 }
 
-GemmHints Execution::hints() const {
+GemmHints Execution::gemm_hints() const {
   GemmHints hints;
   hints.fast_accumulation = fast_accumulation();
   if (num_under_way_ > 0) hints.sms_left = sm_carveout() > 0 ? sm_carveout() : static_cast<int>(program_.sms_left);
   return hints;
 }
 
-bool Execution::takes_spans() const { return is_tracing() && !is_capturing(device_); }
+bool Execution::is_traced() const { return is_tracing() && !is_capturing(device_); }
 
 int64_t Execution::run_number() {
   if (run_number_ == 0) run_number_ = next_run_number();
@@ -334,11 +336,11 @@ int64_t Execution::run_number() {
 void Execution::execute(const Operation& operation, int index) {
   if (const auto* o = std::get_if<Wait>(&operation)) return wait(o->ticket);
   if (is_communication(operation)) return start_transfer(operation, index);
-  if (!takes_spans()) return compute(operation, index);
+  if (!is_traced()) return compute(operation, index);
   const Instruction& instruction = program_.instructions[index];
   std::string text = to_string(operation);
-  if (std::holds_alternative<Gemm>(operation) && hints().sms_left > 0) {
-    text += concat(", ", hints().sms_left, " SMs left to transfers");
+  if (std::holds_alternative<Gemm>(operation) && gemm_hints().sms_left > 0) {
+    text += concat(", ", gemm_hints().sms_left, " SMs left to transfers");
   }
   TraceSpan span("compute", std::move(text), instruction.chunk, run_number());
   if (!is_on_cpu_) span.start_at(record_current(device_, true));
@@ -367,7 +369,7 @@ void Execution::divide(const Divide& divide) {
   }
 }
 
-at::Tensor Execution::elements(BufferId buffer, DType dtype) const {
+at::Tensor Execution::buffer_as(BufferId buffer, DType dtype) const {
   const at::Tensor& tensor = buffers_[buffer];
   return dtype == program_.dtype_of(buffer) ? tensor : flat_elements(tensor, scalar_type_of(dtype));
 }
@@ -378,8 +380,8 @@ void Execution::copy(const Copy& copy, int index) {
   const StridedCopy* prepared = compiled_.copy(index);
   if (copy.divisor != 1) return run_divided(*prepared, copy.divisor, buffers_[copy.src], buffers_[copy.dst]);
   if (prepared != nullptr && is_on_cpu_) return run(*prepared, buffers_[copy.src], buffers_[copy.dst]);
-  const at::Tensor src = elements(copy.src, program_.src_dtype(copy));
-  at::Tensor dst = elements(copy.dst, program_.dst_dtype(copy));
+  const at::Tensor src = buffer_as(copy.src, program_.src_dtype(copy));
+  at::Tensor dst = buffer_as(copy.dst, program_.dst_dtype(copy));
   prepared != nullptr ? run(*prepared, src, dst) : copy_with_aten(copy.boxes, src, dst);
 }
 
@@ -389,10 +391,11 @@ void Execution::multiply(const Gemm& gemm, int index) {
   const at::Tensor& rhs = buffers_[gemm.rhs.buffer];
   at::Tensor& dst = buffers_[gemm.dst.buffer];
   if (gemm.lhs_scale) {
-    multiply_scaled(gemm, lhs, rhs, buffers_[gemm.lhs_scale->buffer], buffers_[gemm.rhs_scale->buffer], dst, hints());
+    multiply_scaled(gemm, lhs, rhs, buffers_[gemm.lhs_scale->buffer], buffers_[gemm.rhs_scale->buffer], dst,
+                    gemm_hints());
   } else {
     const at::Tensor none;
-    shardwright::multiply(gemm, lhs, rhs, dst, gemm.bias ? buffers_[gemm.bias->buffer] : none, hints());
+    shardwright::multiply(gemm, lhs, rhs, dst, gemm.bias ? buffers_[gemm.bias->buffer] : none, gemm_hints());
   }
 }
 

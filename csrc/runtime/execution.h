@@ -59,15 +59,15 @@ class Execution {
 
   // Any thread may call these functions, any number of times. Every instruction runs once, in order. A failure is
   // raised by the call in which it happens and by every later `finish`.
-  void start_until(int instruction);  // runs the instructions with indices below `instruction`
-  void run_next();                    // runs the next instruction, if any is left
-  void start_all();                   // runs the instructions up to and including the last transfer
-  void finish();                      // runs all instructions
+  void run_until(int instruction);  // runs the instructions with indices below `instruction`
+  void run_next();                  // runs the next instruction, if any is left
+  void start_all_transfers();       // runs the instructions up to and including the last transfer
+  void finish();                    // runs all instructions
   // True once every instruction has run, or one has failed. On devices with streams, a finished run may still have work
   // on the device.
   bool finished() const { return next_ == num_instructions_; }
   // True once every transfer of the program has been started.
-  bool all_started() const { return next_ > compiled_.last_communication(); }
+  bool all_transfers_started() const { return next_ > compiled_.last_communication(); }
   // True once an instruction has failed. Takes no lock: the caller may hold the GIL, and a thread that runs an
   // instruction may need the GIL to free a tensor.
   bool failed() const { return has_failed_; }
@@ -91,10 +91,10 @@ class Execution {
   bool is_waited_for() const { return is_waited_for_; }
 
  private:
-  void finish_until(int instruction);  // like start_until; also raises the failure of an earlier instruction
+  void finish_until(int instruction);  // like run_until; also raises the failure of an earlier instruction
   // Runs the next instruction: allocates the buffers whose life begins with it, and frees those whose life ends with
   // it.
-  void step();
+  void run_instruction();
   // In the following functions, `index` is the index of the instruction that has the operation.
   // Runs an operation: a Wait, a transfer, or a computation, which is also traced.
   void execute(const Operation& operation, int index);
@@ -103,18 +103,18 @@ class Execution {
   // Runs `transfer` on the stream for transfers, and records its end there. On the host it only starts the transfer.
   void start_transfer(const Operation& operation, int index);
   // Makes the side stream for transfers current, until the caller destroys `side`.
-  void go_to_side_stream(std::optional<SideStreamGuard>& side, int transfer) const;
+  void enter_side_stream(std::optional<SideStreamGuard>& side, int transfer) const;
   // Waits for a transfer: on the host, or by making the current stream wait for it.
   void wait(int ticket);
   // Runs an operation that is neither a transfer nor a Wait.
   void compute(const Operation& operation, int index);
   // True if instructions that run now are recorded in a trace.
-  bool takes_spans() const;
+  bool is_traced() const;
   // Returns the number of this run in traces; the first call takes the next free number.
   int64_t run_number();
   // Returns the hints for a product that is submitted now. If transfers are under way, it leaves multiprocessors to
   // them.
-  GemmHints hints() const;
+  GemmHints gemm_hints() const;
   // Stores and raises the error of a failed instruction, which names rank, step, group, plan and reason.
   [[noreturn]] void fail(int index, const std::string& reason);
   // Returns the ranks of the group in which an instruction communicates, for an error message; else an empty string.
@@ -128,15 +128,15 @@ class Execution {
   // Copies boxes of elements. Casts or divides the elements if the instruction says so.
   void copy(const Copy& copy, int index);
   // Returns a buffer as elements of `dtype`, for a copy to read or write.
-  at::Tensor elements(BufferId buffer, DType dtype) const;
+  at::Tensor buffer_as(BufferId buffer, DType dtype) const;
   // Return a range of a buffer: as a flat tensor, or the address of its first element.
   at::Tensor range(const BufferRange& range) const;
-  char* data(const BufferRange& range) const;
+  char* address(const BufferRange& range) const;
   // True if buffer `dst` already holds the input at its offset (CompiledProgram::offset_of_input), so that no copy is
   // needed.
   bool has_input_in_place(BufferId dst) const;
   // Returns a range as process groups transfer it: as bytes if they do not support the dtype.
-  at::Tensor wire(const BufferRange& range) const;
+  at::Tensor transfer_view(const BufferRange& range) const;
   void reduce(const Reduce& reduce);
   void divide(const Divide& divide);
   void multiply(const Gemm& gemm, int index);
@@ -157,16 +157,16 @@ class Execution {
   c10::SmallVector<at::Tensor, 2> outputs_;  // in the program's shapes; undefined until they are allocated
   std::vector<std::vector<WorkPtr>> works_;  // by instruction: handles of a transfer under way
   // Events after each transfer on the side stream, by instruction; empty without side streams.
-  std::vector<std::optional<StreamEvent>> transferred_;
-  std::optional<c10::Stream> home_;  // the home stream; none on CPU
+  std::vector<std::optional<StreamEvent>> transfer_ends_;
+  std::optional<c10::Stream> home_stream_;  // the home stream; none on CPU
   // Events on the home stream, if transfers run on a side stream: at the start of the run, and after each instruction
   // for which some transfer must wait.
-  std::optional<StreamEvent> begin_;
-  std::vector<std::optional<StreamEvent>> marks_;
+  std::optional<StreamEvent> begin_event_;
+  std::vector<std::optional<StreamEvent>> order_events_;
   // Once the completion is submitted: the buffers that were allocated on the home stream before, and the event at the
   // end of the program.
-  std::vector<at::Tensor> kept_;
-  std::optional<StreamEvent> end_;
+  std::vector<at::Tensor> home_buffers_;
+  std::optional<StreamEvent> end_event_;
   std::map<int, StreamEvent> step_ends_;  // ends of steps, by the next instruction; only with destinations
   bool is_completing_ = false;            // submit_completion was called
   bool started_in_capture_ = false;       // a graph was being captured when the completion was submitted
@@ -179,7 +179,7 @@ class Execution {
   bool is_on_cpu_ = false;              // the tensors are CPU tensors
   bool transfers_on_host_ = false;      // the host carries out transfers
   bool uses_side_stream_ = false;       // transfers run on SideStream::kTransfers
-  bool owns_input_ = false;             // the input's buffer is a copy in staging memory (copy_input)
+  bool has_staged_input_ = false;       // the input's buffer is a copy in staging memory (copy_input)
   bool exchanges_by_messages_ = false;  // an AllToAll is sent as one message per peer
   std::atomic<int> next_{0};            // index of the next instruction
   std::exception_ptr failure_;          // the first failure of an instruction

@@ -6,7 +6,7 @@
 
 namespace shardwright {
 
-at::Tensor Execution::wire(const BufferRange& range) const {
+at::Tensor Execution::transfer_view(const BufferRange& range) const {
   return compiled_.is_sent_as_bytes() ? flat_bytes(buffers_[range.buffer], range.offset, range.count)
                                       : this->range(range);
 }
@@ -15,34 +15,34 @@ at::Tensor Execution::wire(const BufferRange& range) const {
 // the current stream is a side stream, the home stream waits only at the Wait instruction (Execution::wait).
 void Execution::start_transfer(const Operation& operation, int index) {
   ++num_under_way_;
-  const bool traces = takes_spans();
+  const bool traces = is_traced();
   if (traces) {
     spans_.resize(program_.instructions.size());
     spans_[index] = TraceSpan("communication", to_string(operation), program_.instructions[index].chunk, run_number());
   }
   if (transfers_on_host_) return transfer(operation, index);
   std::optional<SideStreamGuard> side;
-  if (uses_side_stream_) go_to_side_stream(side, index);
+  if (uses_side_stream_) enter_side_stream(side, index);
   if (traces) spans_[index].start_at(record_current(device_, true));
   transfer(operation, index);
   for (WorkPtr& work : works_[index]) {
     if (work) work->wait();
   }
   works_[index].clear();
-  if (side) transferred_[index].emplace(side->record());
+  if (side) transfer_ends_[index].emplace(side->record());
   if (traces) spans_[index].stop_at(record_current(device_, true));
 }
 
 // The side stream first waits for the instructions that touch the transfer's memory (program/order.h). If the
 // transfer allocates memory, earlier work on the current stream, even of other programs, may still use that memory.
 // Then the side stream waits for all earlier work on the current stream.
-void Execution::go_to_side_stream(std::optional<SideStreamGuard>& side, int transfer) const {
+void Execution::enter_side_stream(std::optional<SideStreamGuard>& side, int transfer) const {
   const bool allocates = !compiled_.lifetimes().begins[transfer].empty();
   const int order = compiled_.order_of(transfer);
   if (allocates) {
     side.emplace(device_, SideStream::kTransfers);
   } else {
-    side.emplace(device_, SideStream::kTransfers, order < 0 ? *begin_ : *marks_[order]);
+    side.emplace(device_, SideStream::kTransfers, order < 0 ? *begin_event_ : *order_events_[order]);
   }
 }
 
@@ -51,8 +51,8 @@ void Execution::transfer(const Operation& operation, int index) {
   match(
       operation,
       [&](const AllGather& o) {
-        at::Tensor src = wire(o.src);
-        at::Tensor dst = wire(o.dst);
+        at::Tensor src = transfer_view(o.src);
+        at::Tensor dst = transfer_view(o.dst);
         works_[index] = {groups_[o.group]->all_gather(dst, src)};
       },
       [&](const ReduceScatter& o) {
@@ -70,8 +70,8 @@ void Execution::transfer(const Operation& operation, int index) {
       [&](const SendReceive& o) {
         std::vector<Message> sends;
         std::vector<Message> receives;
-        for (const auto& m : o.sends) sends.push_back({m.peer, wire(m.range)});
-        for (const auto& m : o.receives) receives.push_back({m.peer, wire(m.range)});
+        for (const auto& m : o.sends) sends.push_back({m.peer, transfer_view(m.range)});
+        for (const auto& m : o.receives) receives.push_back({m.peer, transfer_view(m.range)});
         works_[index] = groups_[o.group]->send_receive(sends, receives);
       },
       [&](const Offer& o) { groups_[o.group]->offer(range(o.src)); },
@@ -85,8 +85,8 @@ void Execution::transfer(const Operation& operation, int index) {
 
 // Counts become bytes if the data is sent as bytes.
 void Execution::all_to_all(const AllToAll& move, int index) {
-  at::Tensor src = wire(move.src);
-  at::Tensor dst = wire(move.dst);
+  at::Tensor src = transfer_view(move.src);
+  at::Tensor dst = transfer_view(move.dst);
   std::vector<int64_t> send_counts = move.send_counts;
   std::vector<int64_t> receive_counts = move.receive_counts;
   if (compiled_.is_sent_as_bytes()) {
@@ -112,12 +112,12 @@ void Execution::send_all_to_all(const AllToAll& move, int index) {
     received.count = move.receive_counts[m];
     if (peer == program_.groups[move.group].index) {
       if (sent.count > 0) {
-        own_sent = wire(sent);
-        own_received = wire(received);
+        own_sent = transfer_view(sent);
+        own_received = transfer_view(received);
       }
     } else {
-      if (sent.count > 0) sends.push_back({peer, wire(sent)});
-      if (received.count > 0) receives.push_back({peer, wire(received)});
+      if (sent.count > 0) sends.push_back({peer, transfer_view(sent)});
+      if (received.count > 0) receives.push_back({peer, transfer_view(received)});
     }
     sent.offset += sent.count;
     received.offset += received.count;
@@ -132,7 +132,7 @@ void Execution::wait(int ticket) {
     if (work) work->wait();
   }
   works_[ticket].clear();
-  if (uses_side_stream_) wait_for(*transferred_[ticket], device_);
+  if (uses_side_stream_) wait_for(*transfer_ends_[ticket], device_);
   if (!spans_.empty() && transfers_on_host_) spans_[ticket].stop();
 }
 

@@ -104,10 +104,10 @@ void count_host_copy(const at::Device& device) {
 }
 
 // Runs a program to its end, with its transfers in the issue order (issue_order.h), and counts the run.
-void complete(const Executable& executable, const std::shared_ptr<Execution>& execution) {
+void run_to_end(const Executable& executable, const std::shared_ptr<Execution>& execution) {
   const CompiledProgram& compiled = executable.compiled();
   if (compiled.communicates()) {
-    const auto advance = [&] { execution->start_all(); };
+    const auto advance = [&] { execution->start_all_transfers(); };
     if (execution->transfers_on_host()) {
       IssueOrder::issue_on(executable.groups(), execution, advance);
     } else {
@@ -146,7 +146,7 @@ void start_on_host(const Executable& executable, const std::shared_ptr<Execution
   // Dispatch modes of this thread must see all communications.
   if (c10::impl::TorchDispatchModeTLS::any_modes_set()) until = executable.compiled().last_communication() + 1;
   execution->exchange_by_messages();
-  IssueOrder::issue_on(executable.groups(), execution, [&] { execution->start_until(until); });
+  IssueOrder::issue_on(executable.groups(), execution, [&] { execution->run_until(until); });
   finish_on_progress_thread(execution);
 }
 
@@ -157,7 +157,7 @@ void start_on_streams(const CompiledProgram& compiled, const std::shared_ptr<Exe
   const int until =
       input_may_change ? std::max(compiled.first_wait(), compiled.end_of_input_reads()) : compiled.first_wait();
   issue_order_of(execution->device()).issue_asynchronous(execution, output, [&] {
-    execution->start_until(until);
+    execution->run_until(until);
     execution->submit_completion();
   });
 }
@@ -165,7 +165,7 @@ void start_on_streams(const CompiledProgram& compiled, const std::shared_ptr<Exe
 // True if an asynchronous call would have nothing to wait for, so that it can run as a synchronous one. On devices with
 // streams there is something to wait for if any rank communicates, even if this rank does not: a reader on another
 // stream must not read the result too early.
-bool is_done_at_once(const Executable& executable, const at::Tensor& input) {
+bool can_run_synchronously(const Executable& executable, const at::Tensor& input) {
   const CompiledProgram& compiled = executable.compiled();
   return !compiled.is_collective() || (input.device().is_cpu() && !compiled.communicates()) ||
          executable.goes_through_host(input.device());
@@ -213,7 +213,7 @@ at::Tensor run(const ExecutablePtr& executable, const at::Tensor& input) {
     return take_box(compiled.program(), input);
   }
   const auto execution = std::make_shared<Execution>(executable, input, /*uses_side_stream=*/false);
-  complete(*executable, execution);
+  run_to_end(*executable, execution);
   return execution->output();
 }
 
@@ -239,7 +239,7 @@ void run_into(const ExecutablePtr& executable, const at::Tensor& input, const at
   executable->connect(input.device());
   const auto execution = std::make_shared<Execution>(executable, input, /*uses_side_stream=*/false);
   execution->write_to(out);
-  complete(*executable, execution);
+  run_to_end(*executable, execution);
 }
 
 std::vector<at::Tensor> run_all(const ExecutablePtr& executable, c10::ArrayRef<at::Tensor> tensors) {
@@ -257,7 +257,7 @@ std::vector<at::Tensor> run_all(const ExecutablePtr& executable, c10::ArrayRef<a
   }
   executable->connect(device);
   const auto execution = std::make_shared<Execution>(executable, tensors, /*uses_side_stream=*/true);
-  complete(*executable, execution);
+  run_to_end(*executable, execution);
   std::vector<at::Tensor> outputs;
   for (size_t i = 0; i < compiled.program().outputs.size(); ++i) outputs.push_back(execution->output(i));
   return outputs;
@@ -271,7 +271,7 @@ std::shared_ptr<Execution> start_all(const ExecutablePtr& executable, c10::Array
   executable->connect(device_of(tensors));
   const auto execution = std::make_shared<Execution>(executable, tensors, /*uses_side_stream=*/true);
   if (compiled.program().stages_on_host) {
-    complete(*executable, execution);
+    run_to_end(*executable, execution);
     return execution;
   }
   if (execution->transfers_on_host()) {
@@ -288,14 +288,14 @@ std::pair<at::Tensor, WorkPtr> start(const ExecutablePtr& executable, const at::
   const Record record = record_of(*executable);
   if (executable->compiled().returns_input()) return {run(executable, input), nullptr};
   executable->compiled().check_tensors(input);
-  if (is_done_at_once(*executable, input)) return {run(executable, input), nullptr};
+  if (can_run_synchronously(*executable, input)) return {run(executable, input), nullptr};
   return start_execution(executable, input, nullptr, input_may_change);
 }
 
 WorkPtr start_into(const ExecutablePtr& executable, const at::Tensor& input, const at::Tensor& out) {
   const Record record = record_of(*executable);
   executable->compiled().check_tensors(input);
-  if (executable->compiled().returns_input() || is_done_at_once(*executable, input)) {
+  if (executable->compiled().returns_input() || can_run_synchronously(*executable, input)) {
     run_into(executable, input, out);
     return nullptr;
   }

@@ -14,7 +14,7 @@ namespace shardwright {
 void IssueOrder::issue(const std::shared_ptr<Execution>& run, const std::function<void()>& advance) {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
   issue(advance);
-  if (!run->all_started()) pending_.push_back(run);
+  if (!run->all_transfers_started()) pending_.push_back(run);
 }
 
 void IssueOrder::issue_on(c10::ArrayRef<RankGroupPtr> groups, const std::shared_ptr<Execution>& run,
@@ -27,7 +27,7 @@ void IssueOrder::issue_on(c10::ArrayRef<RankGroupPtr> groups, const std::shared_
   for (IssueOrder* order : orders) locks.emplace_back(order->mutex_);
   for (IssueOrder* order : orders) order->drain();
   advance();
-  if (run->all_started()) return;
+  if (run->all_transfers_started()) return;
   for (IssueOrder* order : orders) order->pending_.push_back(run);
 }
 
@@ -51,7 +51,7 @@ void IssueOrder::issue_asynchronous(const std::shared_ptr<Execution>& run, const
   const bool captures = is_capturing(device_);
   put_after_last(captures ? current_stream(device_) : side_stream(device_, SideStream::kTransfers));
   submit();
-  if (!run->all_started()) pending_.push_back(run);
+  if (!run->all_transfers_started()) pending_.push_back(run);
   note_asynchronous(run, output);
 }
 
@@ -60,7 +60,7 @@ void IssueOrder::drain() {
   while (!pending_.empty()) {
     const std::shared_ptr<Execution> run = pending_.front().lock();
     pending_.pop_front();
-    if (run) run->start_all();
+    if (run) run->start_all_transfers();
   }
 }
 
