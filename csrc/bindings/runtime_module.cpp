@@ -158,7 +158,7 @@ void define_settings(py::module_& m) {
         "Must be called after `tables.current` changes. Operators with sizes then plan again.");
   m.def("compare_ranks", &compare_ranks, py::arg("on"),
         "Makes operators check that all ranks run the same (`check_ranks`).");
-  m.def("kept_staging_bytes", &kept_staging_bytes);
+  m.def("cached_staging_bytes", &cached_staging_bytes);
   m.def("release_staging", &release_staging,
         "Frees the memory of temporaries that is kept for the next run (on CPU, at most 256 MiB).");
 }

@@ -10,7 +10,7 @@
 #include "runtime/attend.h"
 #include "runtime/flat.h"
 #include "runtime/local_ops.h"
-#include "runtime/record.h"
+#include "runtime/profiler_range.h"
 #include "runtime/side_stream.h"
 #include "runtime/staging.h"
 #include "support/error.h"
@@ -30,19 +30,19 @@ at::Tensor flat_row_major(const at::Tensor& input) {
 }
 
 // Shows the plan step of the current instruction to profilers.
-class StepRecord {
+class StepRange {
  public:
   // Shows the step of an instruction, unless that step is already shown.
   void at(const Program& program, int instruction) {
     const int step = program.instructions[instruction].step;
-    if (step == step_ || !Record::is_wanted()) return;
+    if (step == step_ || !ProfilerRange::is_wanted()) return;
     step_ = step;
     const bool has_note = static_cast<size_t>(step) < program.step_notes.size();
-    record_.show(concat("shardwright::", program.step_texts[step], has_note ? program.step_notes[step] : ""));
+    range_.show(concat("shardwright::", program.step_texts[step], has_note ? program.step_notes[step] : ""));
   }
 
  private:
-  Record record_;
+  ProfilerRange range_;
   int step_ = -1;
 };
 
@@ -109,7 +109,7 @@ const at::Tensor& Execution::output(size_t index) {
 void Execution::copy_input(const at::Tensor& input) {
   if (!buffers_[kInputBuffer].is_alias_of(input)) return;  // already copied to make it row-major
   const BelowAutograd guard;
-  at::Tensor copy = take_staging(input.numel(), buffers_[kInputBuffer].options());
+  at::Tensor copy = allocate_staging(input.numel(), buffers_[kInputBuffer].options());
   copy.copy_(buffers_[kInputBuffer]);
   buffers_[kInputBuffer] = std::move(copy);
   has_staged_input_ = true;
@@ -121,12 +121,12 @@ void Execution::run_until(int instruction) {
   // Not recorded in the constructor: there the home stream does not wait yet for transfers of earlier programs
   // (issue_order.h).
   if (uses_side_stream_ && !begin_event_) begin_event_.emplace(*home_stream_);
-  StepRecord record;
+  StepRange step_range;
   // The lock is held to the end of a step, because passing it to another thread takes longer than a small copy.
   while (next_ < instruction) {
     const std::lock_guard<std::recursive_mutex> lock(mutex_);
     while (next_ < instruction) {
-      record.at(program_, next_);
+      step_range.at(program_, next_);
       run_instruction();
       if (ends_step(next_ - 1)) break;
     }
@@ -150,7 +150,7 @@ void Execution::release() {
   std::vector<at::Tensor> buffers;
   c10::SmallVector<at::Tensor, 2> outputs;
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
-  if (has_staged_input_ && !failure_) give_staging(buffers_[kInputBuffer]);
+  if (has_staged_input_ && !failure_) return_staging(buffers_[kInputBuffer]);
   has_staged_input_ = false;
   buffers.swap(buffers_);
   outputs.swap(outputs_);
@@ -251,7 +251,7 @@ void Execution::run_instruction() {
     fail(index, error.what());
   }
   for (const BufferId b : compiled_.lifetimes().ends[index]) {
-    if (!program_.is_input(b) && !program_.is_output(b)) give_staging(buffers_[b]);
+    if (!program_.is_input(b) && !program_.is_output(b)) return_staging(buffers_[b]);
     buffers_[b].reset();
   }
   next_ = index + 1;
@@ -289,8 +289,8 @@ void Execution::allocate(BufferId buffer) {
     return;
   }
   const at::TensorOptions options = compiled_.options_of(buffer, options_);
-  buffers_[buffer] = take_staging(program_.buffers[buffer].count,
-                                  program_.buffers[buffer].is_on_host ? options.device(at::kCPU) : options);
+  buffers_[buffer] = allocate_staging(program_.buffers[buffer].count,
+                                      program_.buffers[buffer].is_on_host ? options.device(at::kCPU) : options);
 }
 
 // Returns the buffer itself for a range that covers it, because making a view takes time.
@@ -343,9 +343,9 @@ void Execution::execute(const Operation& operation, int index) {
     text += concat(", ", gemm_hints().sms_left, " SMs left to transfers");
   }
   TraceSpan span("compute", std::move(text), instruction.chunk, run_number());
-  if (!is_on_cpu_) span.start_at(record_current(device_, true));
+  if (!is_on_cpu_) span.start_at(record_event(device_, true));
   compute(operation, index);
-  is_on_cpu_ ? span.stop() : span.stop_at(record_current(device_, true));
+  is_on_cpu_ ? span.stop() : span.stop_at(record_event(device_, true));
 }
 
 // Compares addresses, not storages: all views of an arena have the same storage, wherever they are in it.

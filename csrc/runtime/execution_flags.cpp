@@ -48,7 +48,7 @@ void Execution::multiply_flagged(const Gemm& gemm, int index) {
     if (program_.outputs[i].buffer == gemm.dst.buffer) outputs_[i] = product.view(program_.outputs[i].shape);
   }
   const int group = group_of(program_.instructions[flags.fetch].operation).value();
-  watch_product(record_current(device_, false), groups_[group]->timeout(), [executable = executable_, flags, index] {
+  watch_product(record_event(device_, false), groups_[group]->timeout(), [executable = executable_, flags, index] {
     const Program& program = executable->program();
     const Instruction& instruction = program.instructions[index];
     const int group = group_of(program.instructions[flags.fetch].operation).value();

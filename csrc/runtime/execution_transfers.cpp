@@ -23,14 +23,14 @@ void Execution::start_transfer(const Operation& operation, int index) {
   if (transfers_on_host_) return transfer(operation, index);
   std::optional<SideStreamGuard> side;
   if (uses_side_stream_) enter_side_stream(side, index);
-  if (traces) spans_[index].start_at(record_current(device_, true));
+  if (traces) spans_[index].start_at(record_event(device_, true));
   transfer(operation, index);
   for (WorkPtr& work : works_[index]) {
     if (work) work->wait();
   }
   works_[index].clear();
   if (side) transfer_ends_[index].emplace(side->record());
-  if (traces) spans_[index].stop_at(record_current(device_, true));
+  if (traces) spans_[index].stop_at(record_event(device_, true));
 }
 
 // The side stream first waits for the instructions that touch the transfer's memory (program/order.h). If the

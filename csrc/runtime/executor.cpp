@@ -10,8 +10,8 @@
 
 #include "runtime/execution.h"
 #include "runtime/issue_order.h"
+#include "runtime/profiler_range.h"
 #include "runtime/progress.h"
-#include "runtime/record.h"
 #include "support/error.h"
 
 namespace shardwright {
@@ -92,8 +92,10 @@ std::string title_of(const Executable& executable) {
   return concat("shardwright::", compiled.origin().title(), ", ", compiled.received_bytes(), " bytes received");
 }
 
-// Shows a run to profilers until the Record is destroyed. Makes no title if no profiler runs.
-Record record_of(const Executable& executable) { return Record::is_wanted() ? Record(title_of(executable)) : Record(); }
+// Shows a run to profilers until the ProfilerRange is destroyed. Makes no title if no profiler runs.
+ProfilerRange profiler_range_of(const Executable& executable) {
+  return ProfilerRange::is_wanted() ? ProfilerRange(title_of(executable)) : ProfilerRange();
+}
 
 // Counts a run on copies of device tensors in host memory, and warns once.
 void count_host_copy(const at::Device& device) {
@@ -199,7 +201,7 @@ Counters& counters() {
 }
 
 at::Tensor run(const ExecutablePtr& executable, const at::Tensor& input) {
-  const Record record = record_of(*executable);
+  const ProfilerRange range = profiler_range_of(*executable);
   const CompiledProgram& compiled = executable->compiled();
   compiled.check_tensors(input);
   if (compiled.returns_input()) return input;
@@ -222,7 +224,7 @@ void check_out(const ExecutablePtr& executable, const at::Tensor& input, const a
 }
 
 void run_into(const ExecutablePtr& executable, const at::Tensor& input, const at::Tensor& out) {
-  const Record record = record_of(*executable);
+  const ProfilerRange range = profiler_range_of(*executable);
   const CompiledProgram& compiled = executable->compiled();
   compiled.check_tensors(input);
   check_out(compiled, input, out);
@@ -243,7 +245,7 @@ void run_into(const ExecutablePtr& executable, const at::Tensor& input, const at
 }
 
 std::vector<at::Tensor> run_all(const ExecutablePtr& executable, c10::ArrayRef<at::Tensor> tensors) {
-  const Record record = record_of(*executable);
+  const ProfilerRange range = profiler_range_of(*executable);
   const CompiledProgram& compiled = executable->compiled();
   compiled.check_tensors(tensors);
   const at::Device device = device_of(tensors);
@@ -265,7 +267,7 @@ std::vector<at::Tensor> run_all(const ExecutablePtr& executable, c10::ArrayRef<a
 
 std::shared_ptr<Execution> start_all(const ExecutablePtr& executable, c10::ArrayRef<at::Tensor> tensors,
                                      const at::Tensor& token) {
-  const Record record = record_of(*executable);
+  const ProfilerRange range = profiler_range_of(*executable);
   const CompiledProgram& compiled = executable->compiled();
   compiled.check_tensors(tensors);
   executable->connect(device_of(tensors));
@@ -285,7 +287,7 @@ std::shared_ptr<Execution> start_all(const ExecutablePtr& executable, c10::Array
 }
 
 std::pair<at::Tensor, WorkPtr> start(const ExecutablePtr& executable, const at::Tensor& input, bool input_may_change) {
-  const Record record = record_of(*executable);
+  const ProfilerRange range = profiler_range_of(*executable);
   if (executable->compiled().returns_input()) return {run(executable, input), nullptr};
   executable->compiled().check_tensors(input);
   if (can_run_synchronously(*executable, input)) return {run(executable, input), nullptr};
@@ -293,7 +295,7 @@ std::pair<at::Tensor, WorkPtr> start(const ExecutablePtr& executable, const at::
 }
 
 WorkPtr start_into(const ExecutablePtr& executable, const at::Tensor& input, const at::Tensor& out) {
-  const Record record = record_of(*executable);
+  const ProfilerRange range = profiler_range_of(*executable);
   executable->compiled().check_tensors(input);
   if (executable->compiled().returns_input() || can_run_synchronously(*executable, input)) {
     run_into(executable, input, out);

@@ -51,7 +51,7 @@ class Records {
   // Allocates records without content. `parts` give widths and dtypes, and must outlive this.
   Records(const std::vector<at::Tensor>& parts, int64_t num_records) : parts_(parts) {
     const int64_t bytes = record_bytes(parts);
-    bytes_ = take_staging(num_records * bytes, parts.front().options().dtype(at::kByte)).view({num_records, bytes});
+    bytes_ = allocate_staging(num_records * bytes, parts.front().options().dtype(at::kByte)).view({num_records, bytes});
   }
   // Uses existing bytes as records.
   Records(const std::vector<at::Tensor>& parts, at::Tensor bytes) : parts_(parts), bytes_(std::move(bytes)) {}
@@ -62,7 +62,7 @@ class Records {
   // have been sent.
   void release() const {
     at::Tensor memory = bytes_.view({-1});
-    give_staging(memory);
+    return_staging(memory);
   }
 
   // Returns a view of part `index` of all records, in the dtype of that part.

@@ -36,10 +36,10 @@ void IssueOrder::issue(const std::function<void()>& start) {
   drain();
   if (device_.is_cpu()) return start();
   const c10::Stream current = current_stream(device_);
-  put_after_last(current);
-  put_after_asynchronous_runs(current);
+  wait_for_last_run(current);
+  wait_for_asynchronous_runs(current);
   start();
-  note_last(current);
+  record_last_stream(current);
 }
 
 void IssueOrder::issue_asynchronous(const std::shared_ptr<Execution>& run, const at::Tensor& output,
@@ -49,10 +49,10 @@ void IssueOrder::issue_asynchronous(const std::shared_ptr<Execution>& run, const
   // Only the side stream waits, so that the caller's stream continues. In a capture the current stream waits instead,
   // because a side stream that stays idle must not become part of the capture.
   const bool captures = is_capturing(device_);
-  put_after_last(captures ? current_stream(device_) : side_stream(device_, SideStream::kTransfers));
+  wait_for_last_run(captures ? current_stream(device_) : side_stream(device_, SideStream::kTransfers));
   submit();
   if (!run->all_transfers_started()) pending_.push_back(run);
-  note_asynchronous(run, output);
+  track_asynchronous_run(run, output);
 }
 
 void IssueOrder::drain() {
@@ -65,43 +65,43 @@ void IssueOrder::drain() {
 }
 
 // If only one of the two streams is in a capture, neither waits: a replay runs after all work before its launch.
-void IssueOrder::put_after_last(c10::Stream stream) {
+void IssueOrder::wait_for_last_run(c10::Stream stream) {
   const c10::Stream current = current_stream(device_);
-  if (!last_ || *last_ == current) return;
+  if (!last_stream_ || *last_stream_ == current) return;
   has_several_streams_ = true;
   const bool captures = is_capturing(current);
-  if (is_capturing(*last_) != captures) return;
-  if (end_of_last_ && !captures) return end_of_last_->block(stream);
-  StreamEvent(*last_).block(stream);
+  if (is_capturing(*last_stream_) != captures) return;
+  if (end_of_last_run_ && !captures) return end_of_last_run_->block(stream);
+  StreamEvent(*last_stream_).block(stream);
 }
 
 // All asynchronous programs end on one side stream. This stream must wait for it even if another stream already has.
-void IssueOrder::put_after_asynchronous_runs(c10::Stream stream) {
-  int64_t& seen = seen_[stream.id()];
-  if (seen == num_asynchronous_) return;
+void IssueOrder::wait_for_asynchronous_runs(c10::Stream stream) {
+  int64_t& waited_for = num_waited_for_[stream.id()];
+  if (waited_for == num_asynchronous_runs_) return;
   const c10::Stream completion = side_stream(device_, SideStream::kCompletion);
   const bool captures = is_capturing(stream);
   if (is_capturing(completion) != captures) return;
   StreamEvent(completion).block(stream);
-  if (!captures) seen = num_asynchronous_;
+  if (!captures) waited_for = num_asynchronous_runs_;
 }
 
-void IssueOrder::note_last(c10::Stream current) {
-  last_ = current;
-  end_of_last_.reset();
-  if (has_several_streams_ && !is_capturing(current)) end_of_last_.emplace(current);
+void IssueOrder::record_last_stream(c10::Stream current) {
+  last_stream_ = current;
+  end_of_last_run_.reset();
+  if (has_several_streams_ && !is_capturing(current)) end_of_last_run_.emplace(current);
 }
 
-void IssueOrder::note_asynchronous(const std::shared_ptr<Execution>& run, const at::Tensor& output) {
-  ++num_asynchronous_;
-  std::erase_if(asynchronous_, [](const AsynchronousRun& noted) {
-    const std::shared_ptr<Execution> known = noted.run.lock();
+void IssueOrder::track_asynchronous_run(const std::shared_ptr<Execution>& run, const at::Tensor& output) {
+  ++num_asynchronous_runs_;
+  std::erase_if(asynchronous_runs_, [](const AsynchronousRun& entry) {
+    const std::shared_ptr<Execution> known = entry.run.lock();
     if (!known || known->is_waited_for()) return true;
-    if (noted.output.use_count() > 0) return false;
+    if (entry.output.use_count() > 0) return false;
     known->abandon();  // c10d keeps a Work forever if nobody waits for it
     return true;
   });
-  asynchronous_.push_back({run, c10::weak_intrusive_ptr<c10::TensorImpl>(output.getIntrusivePtr())});
+  asynchronous_runs_.push_back({run, c10::weak_intrusive_ptr<c10::TensorImpl>(output.getIntrusivePtr())});
 }
 
 IssueOrder& issue_order_of(const at::Device& device) {

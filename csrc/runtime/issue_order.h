@@ -67,23 +67,23 @@ class IssueOrder {
 
   // Makes `stream` wait for the last program that `issue` ran, if that program's caller used a stream other than the
   // current one.
-  void put_after_last(c10::Stream stream);
+  void wait_for_last_run(c10::Stream stream);
   // Makes `stream` wait for all programs of issue_asynchronous so far.
-  void put_after_asynchronous_runs(c10::Stream stream);
+  void wait_for_asynchronous_runs(c10::Stream stream);
   // Notes that `current` is the caller's stream of the last program of `issue`.
-  void note_last(c10::Stream current);
+  void record_last_stream(c10::Stream current);
   // Adds a program of issue_asynchronous, and abandons those that nobody can wait for any more.
-  void note_asynchronous(const std::shared_ptr<Execution>& run, const at::Tensor& output);
+  void track_asynchronous_run(const std::shared_ptr<Execution>& run, const at::Tensor& output);
 
   const c10::Device device_;
   std::recursive_mutex mutex_;
-  std::deque<std::weak_ptr<Execution>> pending_;  // programs with communications left to start
-  std::vector<AsynchronousRun> asynchronous_;     // in the order in which they were started
-  int64_t num_asynchronous_ = 0;                  // programs of issue_asynchronous so far
-  std::map<c10::StreamId, int64_t> seen_;         // by stream: the number of asynchronous runs it has waited for
-  std::optional<c10::Stream> last_;               // the caller's stream of the last program of `issue`
-  std::optional<StreamEvent> end_of_last_;        // recorded once there are several streams, and not in captures
-  bool has_several_streams_ = false;              // callers have used different streams
+  std::deque<std::weak_ptr<Execution>> pending_;     // programs with communications left to start
+  std::vector<AsynchronousRun> asynchronous_runs_;   // in the order in which they were started
+  int64_t num_asynchronous_runs_ = 0;                // programs of issue_asynchronous so far
+  std::map<c10::StreamId, int64_t> num_waited_for_;  // by stream: the number of asynchronous runs it has waited for
+  std::optional<c10::Stream> last_stream_;           // the caller's stream of the last program of `issue`
+  std::optional<StreamEvent> end_of_last_run_;       // recorded once there are several streams, and not in captures
+  bool has_several_streams_ = false;                 // callers have used different streams
 };
 
 // Returns the IssueOrder of a device with streams, and the IssueOrder of a group on CPU.

@@ -15,7 +15,7 @@ namespace shardwright {
 namespace {
 
 // Idle time after which the progress thread ends. Creating a thread costs more than a small redistribute.
-constexpr std::chrono::milliseconds kLinger{50};
+constexpr std::chrono::milliseconds kMaxIdle{50};
 
 // The queue of programs, and the progress thread that runs them. docs/architecture/runtime.md has its states.
 class Progress {
@@ -41,10 +41,10 @@ class Progress {
   }
 
  private:
-  // The progress thread. It ends after stop(), or once the queue has been empty for kLinger.
+  // The progress thread. It ends after stop(), or once the queue has been empty for kMaxIdle.
   void run() {
     std::unique_lock<std::mutex> lock(mutex_);
-    while (changed_.wait_for(lock, kLinger, [this] { return !queue_.empty() || is_stopped_.load(); })) {
+    while (changed_.wait_for(lock, kMaxIdle, [this] { return !queue_.empty() || is_stopped_.load(); })) {
       if (is_stopped_) break;
       std::shared_ptr<Execution> execution = std::move(queue_.front());
       queue_.pop_front();

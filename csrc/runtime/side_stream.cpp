@@ -14,8 +14,8 @@
 namespace shardwright {
 namespace {
 
-constexpr int kMaxDevices = 128;         // device indices are of 8 bits
-constexpr size_t kMaxKeptEvents = 1024;  // per device; more are in use at a time only by very long programs
+constexpr int kMaxDevices = 128;           // device indices are of 8 bits
+constexpr size_t kMaxPooledEvents = 1024;  // per device; more are in use at a time only by very long programs
 
 // Unused device events, by device, kept for the next StreamEvent.
 class EventPool {
@@ -23,10 +23,10 @@ class EventPool {
   std::unique_ptr<c10::Event> take(c10::Device device) {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      std::vector<std::unique_ptr<c10::Event>>& kept = kept_.at(device.index());
-      while (!kept.empty()) {
-        std::unique_ptr<c10::Event> event = std::move(kept.back());
-        kept.pop_back();
+      std::vector<std::unique_ptr<c10::Event>>& unused = unused_.at(device.index());
+      while (!unused.empty()) {
+        std::unique_ptr<c10::Event> event = std::move(unused.back());
+        unused.pop_back();
         if (event->device_type() == device.type()) return event;
       }
     }
@@ -34,17 +34,17 @@ class EventPool {
     return std::make_unique<c10::Event>(device.type(), c10::EventFlag::PYTORCH_DEFAULT);
   }
 
-  void give(std::unique_ptr<c10::Event> event) {
+  void put_back(std::unique_ptr<c10::Event> event) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    std::vector<std::unique_ptr<c10::Event>>& kept = kept_.at(event->device_index());
-    if (kept.size() < kMaxKeptEvents) kept.push_back(std::move(event));
+    std::vector<std::unique_ptr<c10::Event>>& unused = unused_.at(event->device_index());
+    if (unused.size() < kMaxPooledEvents) unused.push_back(std::move(event));
   }
 
   int64_t num_made() const { return num_made_; }
 
  private:
   std::mutex mutex_;
-  std::array<std::vector<std::unique_ptr<c10::Event>>, kMaxDevices> kept_;
+  std::array<std::vector<std::unique_ptr<c10::Event>>, kMaxDevices> unused_;
   std::atomic<int64_t> num_made_{0};
 };
 
@@ -88,7 +88,7 @@ StreamEvent::StreamEvent(c10::Stream stream) : event_(event_pool().take(stream.d
 
 StreamEvent::~StreamEvent() {
   // An event that failed to be recorded belongs to no device.
-  if (event_ && event_->was_marked_for_recording()) event_pool().give(std::move(event_));
+  if (event_ && event_->was_marked_for_recording()) event_pool().put_back(std::move(event_));
 }
 
 void StreamEvent::block(c10::Stream stream) const { event_->block(stream); }
@@ -108,7 +108,7 @@ c10::Stream current_stream(c10::Device device) { return c10::impl::VirtualGuardI
 
 void wait_for(const StreamEvent& event, c10::Device device) { event.block(current_stream(device)); }
 
-c10::Event record_current(c10::Device device, bool with_time) {
+c10::Event record_event(c10::Device device, bool with_time) {
   c10::Event event(device.type(), with_time ? c10::EventFlag::BACKEND_DEFAULT : c10::EventFlag::PYTORCH_DEFAULT);
   event.record(current_stream(device));
   return event;

@@ -69,7 +69,7 @@ c10::Stream current_stream(c10::Device device);
 void wait_for(const StreamEvent& event, c10::Device device);
 
 // Records a new event on the current stream, with a timestamp if `with_time`. Nothing else uses the event.
-c10::Event record_current(c10::Device device, bool with_time);
+c10::Event record_event(c10::Device device, bool with_time);
 
 // True if a graph is being captured on a stream, or on the current stream of a device. False on CPU. A device without
 // an index stands for all devices of its type that have a context.

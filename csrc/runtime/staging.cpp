@@ -27,41 +27,41 @@ class StagingCache {
   // Removes a block for a request and returns it; null if none fits.
   c10::Storage take(int64_t bytes) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    const auto found = kept_.lower_bound(bytes);
-    if (found == kept_.end() || found->first > 2 * bytes) return {};
+    const auto found = blocks_.lower_bound(bytes);
+    if (found == blocks_.end() || found->first > 2 * bytes) return {};
     c10::Storage taken = std::move(found->second);
-    total_ -= found->first;
-    kept_.erase(found);
+    total_bytes_ -= found->first;
+    blocks_.erase(found);
     return taken;
   }
 
   // Adds a block. Makes room by freeing the smallest blocks.
-  void give(c10::Storage storage) {
-    const auto size = static_cast<int64_t>(storage.nbytes());
+  void put(c10::Storage block) {
+    const auto size = static_cast<int64_t>(block.nbytes());
     const std::lock_guard<std::mutex> lock(mutex_);
-    while (total_ + size > kMaxKeptBytes) {
-      total_ -= kept_.begin()->first;
-      kept_.erase(kept_.begin());
+    while (total_bytes_ + size > kMaxCachedBytes) {
+      total_bytes_ -= blocks_.begin()->first;
+      blocks_.erase(blocks_.begin());
     }
-    kept_.emplace(size, std::move(storage));
-    total_ += size;
+    blocks_.emplace(size, std::move(block));
+    total_bytes_ += size;
   }
 
-  int64_t total() const {
+  int64_t total_bytes() const {
     const std::lock_guard<std::mutex> lock(mutex_);
-    return total_;
+    return total_bytes_;
   }
 
   void clear() {
     const std::lock_guard<std::mutex> lock(mutex_);
-    kept_.clear();
-    total_ = 0;
+    blocks_.clear();
+    total_bytes_ = 0;
   }
 
  private:
   mutable std::mutex mutex_;
-  std::multimap<int64_t, c10::Storage> kept_;
-  int64_t total_ = 0;
+  std::multimap<int64_t, c10::Storage> blocks_;
+  int64_t total_bytes_ = 0;
 };
 
 // The cache of this process.
@@ -72,24 +72,24 @@ StagingCache& staging_cache() {
 
 }  // namespace
 
-at::Tensor take_staging(int64_t count, const at::TensorOptions& options) {
+at::Tensor allocate_staging(int64_t count, const at::TensorOptions& options) {
   const int64_t bytes = count * static_cast<int64_t>(options.dtype().itemsize());
   if (!options.device().is_cpu()) return at::empty({count}, options);
-  if (bytes < kMinKeptBytes) return at::detail::empty_cpu({count}, options);
-  c10::Storage kept = staging_cache().take(bytes);
-  if (kept) return at::empty({0}, options).set_(std::move(kept), 0, {count}, {1});
+  if (bytes < kMinCachedBytes) return at::detail::empty_cpu({count}, options);
+  c10::Storage block = staging_cache().take(bytes);
+  if (block) return at::empty({0}, options).set_(std::move(block), 0, {count}, {1});
   at::Tensor fresh = at::empty({count}, options);
   prefer_huge_pages(fresh);
   return fresh;
 }
 
-void give_staging(const at::Tensor& staging) {
+void return_staging(const at::Tensor& staging) {
   if (!staging.defined() || !staging.device().is_cpu()) return;
   const auto bytes = static_cast<int64_t>(staging.storage().nbytes());
-  if (bytes >= kMinKeptBytes && bytes <= kMaxKeptBytes) staging_cache().give(staging.storage());
+  if (bytes >= kMinCachedBytes && bytes <= kMaxCachedBytes) staging_cache().put(staging.storage());
 }
 
-int64_t kept_staging_bytes() { return staging_cache().total(); }
+int64_t cached_staging_bytes() { return staging_cache().total_bytes(); }
 
 void release_staging() { staging_cache().clear(); }
 

@@ -342,7 +342,7 @@ def invalidate_sized_plans() -> None:
 def compare_ranks(on: bool) -> None:
     """Makes operators check that all ranks run the same (`check_ranks`)."""
 
-def kept_staging_bytes() -> int: ...
+def cached_staging_bytes() -> int: ...
 def release_staging() -> None:
     """Frees the memory of temporaries that is kept for the next run (on CPU, at most 256 MiB)."""
 

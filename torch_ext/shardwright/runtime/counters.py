@@ -134,7 +134,7 @@ def stats(*, by: str | None = None) -> dict[str, Any]:
         "full_starts": counts.full_starts,
         "peer_bytes": _runtime.counters()["peer_bytes"],
         "through_host": _runtime.counters()["through_host"],
-        "staging_bytes": _runtime.kept_staging_bytes(),
+        "staging_bytes": _runtime.cached_staging_bytes(),
     }
 
 

@@ -10,10 +10,10 @@ namespace shardwright {
 
 // Shows one name at a time: each from its show() until the next show() or the end. Costs almost nothing unless a
 // profiler runs.
-class Record {
+class ProfilerRange {
  public:
-  Record() = default;
-  explicit Record(const std::string& name) {
+  ProfilerRange() = default;
+  explicit ProfilerRange(const std::string& name) {
     if (is_wanted()) show(name);
   }
 
