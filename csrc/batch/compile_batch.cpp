@@ -201,7 +201,7 @@ class BatchCompiler {
       write_end(rounds[i]->second, i % under_way, tickets[i]);
       if (i + under_way < rounds.size()) start(i + under_way);
     }
-    for (DestinationEnd& end : program_.destination_ends) end.departed = std::max(end.departed, end.complete);
+    for (DestinationEnd& end : program_.destination_ends) end.sent = std::max(end.sent, end.written);
   }
 
   // Writes the start of a round: copies from sources to the bucket, and the transfer. Returns the transfer's ticket.
@@ -246,7 +246,7 @@ class BatchCompiler {
   void write_end(const Round& round, size_t bucket, Ticket ticket) {
     emit(Wait{ticket});
     for (const auto& [peer, fragments] : round.sends) {
-      for (const Fragment& fragment : fragments) end_of(fragment.item).departed = now();
+      for (const Fragment& fragment : fragments) end_of(fragment.item).sent = now();
     }
     const int64_t sent_bytes = round.sent_bytes();
     copy_between(wires_[bucket], buckets_[bucket], {buckets_[bucket], sent_bytes, round.size_bytes() - sent_bytes});
@@ -295,7 +295,7 @@ class BatchCompiler {
       const int destination = copy.dst - first_destination;
       emit(Operation(std::move(copy)));
       if (destination < static_cast<int>(batch_.destinations.size())) {
-        program_.destination_ends[destination].complete = now();
+        program_.destination_ends[destination].written = now();
       }
     }
   }

@@ -14,11 +14,11 @@ namespace {
 namespace py = pybind11;
 
 std::shared_ptr<BoundBatch> bind_batch(const py::bytes& batch_bytes, int64_t rank, const std::string& group_name,
-                                       const std::string& wire) {
+                                       const std::string& group_device) {
   const std::string bytes(batch_bytes);
   const py::gil_scoped_release release;
   return std::make_shared<BoundBatch>(std::make_shared<const BatchPlan>(Batch::from_bytes(bytes)), Rank{rank},
-                                      group_named(group_name), c10::Device(wire).type());
+                                      group_named(group_name), c10::Device(group_device).type());
 }
 
 }  // namespace
@@ -26,22 +26,38 @@ std::shared_ptr<BoundBatch> bind_batch(const py::bytes& batch_bytes, int64_t ran
 void define_batch_runs(py::module_& m) {
   using release_gil = py::call_guard<py::gil_scoped_release>;
   py::class_<BatchHandle>(m, "BatchHandle",
-                          "A batch under way. On devices with streams, waiting makes the current stream wait.")
-      .def("wait_for_sources", &BatchHandle::wait_for_sources, release_gil())
-      .def("wait_for_destination", &BatchHandle::wait_for_destination, py::arg("destination"), release_gil())
-      .def("wait_for_departure", &BatchHandle::wait_for_departure, py::arg("destination"), release_gil(),
-           "Waits until a destination is complete on this rank and its elements for other ranks are sent.")
-      .def("wait", &BatchHandle::wait, release_gil())
-      .def("is_done", &BatchHandle::is_done)
-      .def_property_readonly("departures", &BatchHandle::departures,
-                             "Indices of the destinations, in the order in which `wait_for_departure` returns.");
-  py::class_<BoundBatch, std::shared_ptr<BoundBatch>>(
-      m, "BoundBatch",
-      "One rank's part of a batch, bound to the group whose ranks the batch names. It does not keep the group "
-      "alive.\n\n`wire` is the device type of the tensors that the group transfers.")
-      .def(py::init(&bind_batch), py::arg("batch_bytes"), py::arg("rank"), py::arg("group_name"), py::arg("wire"))
-      .def("run", &BoundBatch::run, py::arg("sources"), py::arg("destinations"), release_gil())
-      .def("start", &BoundBatch::start, py::arg("sources"), py::arg("destinations"), release_gil());
+                          "A batch that was started. On CPU a wait blocks the caller; on devices with streams it makes "
+                          "the current stream wait. Every wait raises DistBackendError if the batch has failed.")
+      .def("wait_for_sources", &BatchHandle::wait_for_sources, release_gil(),
+           "Waits until no source is read any more, so that the sources may change.")
+      .def("wait_for_destination", &BatchHandle::wait_for_destination, py::arg("destination"), release_gil(),
+           "Waits until this rank's part of a destination, given by its index, is complete.")
+      .def(
+          "wait_for_destination_and_sends", &BatchHandle::wait_for_destination_and_sends, py::arg("destination"),
+          release_gil(),
+          "Waits until this rank's part of a destination is complete, and this rank has sent its elements of the other "
+          "parts.")
+      .def("wait", &BatchHandle::wait, release_gil(), "Waits for the end of the batch.")
+      .def("is_done", &BatchHandle::is_done, "Returns True once the batch has ended; does not wait.")
+      .def_property_readonly(
+          "completion_order", &BatchHandle::completion_order,
+          "Indices of the destinations, in the order in which `wait_for_destination_and_sends` returns for them.");
+  py::class_<BoundBatch, std::shared_ptr<BoundBatch>>(m, "BoundBatch",
+                                                      "One rank's part of a batch, bound to a process group that has "
+                                                      "all ranks of the batch's layouts. It does not keep "
+                                                      "the group alive.")
+      .def(
+          py::init(&bind_batch), py::arg("batch_bytes"), py::arg("rank"), py::arg("group_name"),
+          py::arg("group_device"),
+          "`batch_bytes`: from `Batch.to_bytes`. `group_device`: the type of device whose tensors the group transfers, "
+          "``\"cpu\"`` for Gloo. Raises ValueError if a rank of the layouts is not in the group.")
+      .def("run", &BoundBatch::run, py::arg("sources"), py::arg("destinations"), release_gil(),
+           "Fills `destinations`. Both lists have this rank's parts, with the shapes and dtypes of their layouts. "
+           "Raises "
+           "ValueError for other tensors, and DistBackendError if a transfer fails.")
+      .def("start", &BoundBatch::start, py::arg("sources"), py::arg("destinations"), release_gil(),
+           "Like `run`, but returns once the first transfers are under way. Sources must not change before "
+           "`wait_for_sources` returns.");
 }
 
 }  // namespace shardwright

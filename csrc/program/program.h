@@ -51,8 +51,8 @@ struct Output {
 
 // Two indices of instructions, for one destination.
 struct DestinationEnd {
-  int complete = 0;  // one past the last instruction that writes the destination
-  int departed = 0;  // one past the last Wait for a send to another rank's part of it; at least `complete`
+  int written = 0;  // one past the last instruction that writes this rank's part of the destination
+  int sent = 0;     // one past the last Wait for a send to another rank's part of it; at least `written`
 };
 
 struct Program {

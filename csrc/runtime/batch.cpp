@@ -36,7 +36,7 @@ class BatchOrigin : public Origin {
 };
 
 // True if the program was compiled for tensors with these strides.
-bool fits(const Program& program, const std::vector<at::Tensor>& tensors) {
+bool is_compiled_for(const Program& program, const std::vector<at::Tensor>& tensors) {
   for (size_t i = 0; i < tensors.size(); ++i) {
     if (!tensors[i].strides().equals(*program.buffers[i].strides)) return false;
   }
@@ -58,26 +58,27 @@ BatchHandle::BatchHandle(std::shared_ptr<Execution> execution, at::Tensor token)
 
 void BatchHandle::wait_for_sources() const { execution_->wait_until(execution_->compiled().end_of_input_reads()); }
 void BatchHandle::wait_for_destination(int destination) const {
-  execution_->wait_until(program_of(*execution_).destination_ends.at(destination).complete);
+  execution_->wait_until(program_of(*execution_).destination_ends.at(destination).written);
 }
-void BatchHandle::wait_for_departure(int destination) const {
-  execution_->wait_until(program_of(*execution_).destination_ends.at(destination).departed);
+void BatchHandle::wait_for_destination_and_sends(int destination) const {
+  execution_->wait_until(program_of(*execution_).destination_ends.at(destination).sent);
 }
 void BatchHandle::wait() const {
   execution_->wait_until(static_cast<int>(program_of(*execution_).instructions.size()));
 }
 bool BatchHandle::is_done() const { return execution_->is_done(); }
 
-std::vector<int> BatchHandle::departures() const {
+std::vector<int> BatchHandle::completion_order() const {
   const std::vector<DestinationEnd>& ends = program_of(*execution_).destination_ends;
   std::vector<int> order(ends.size());
   std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return ends[a].departed < ends[b].departed; });
+  std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return ends[a].sent < ends[b].sent; });
   return order;
 }
 
-BoundBatch::BoundBatch(std::shared_ptr<const BatchPlan> plan, Rank rank, RankGroupPtr group, c10::DeviceType wire)
-    : plan_(std::move(plan)), rank_(rank), group_(std::move(group)), wire_(wire) {
+BoundBatch::BoundBatch(std::shared_ptr<const BatchPlan> plan, Rank rank, RankGroupPtr group,
+                       c10::DeviceType group_device)
+    : plan_(std::move(plan)), rank_(rank), group_(std::move(group)), group_device_(group_device) {
   const std::vector<Rank>& ranks = plan_->ranks();
   check_user(ranks.empty() || to_int(ranks.back()) < group_->size(), "group must have rank ",
              ranks.empty() ? Rank{0} : ranks.back(), " of the layouts' meshes, got ", group_->size(), " ranks");
@@ -85,29 +86,30 @@ BoundBatch::BoundBatch(std::shared_ptr<const BatchPlan> plan, Rank rank, RankGro
 
 void BoundBatch::run(std::vector<at::Tensor> sources, const std::vector<at::Tensor>& destinations) const {
   const std::vector<at::Tensor> tensors = joined(std::move(sources), destinations);
-  run_all(executable(tensors), tensors);
+  run_all(executable_for(tensors), tensors);
 }
 
 BatchHandle BoundBatch::start(std::vector<at::Tensor> sources, const std::vector<at::Tensor>& destinations) const {
   const std::vector<at::Tensor> tensors = joined(std::move(sources), destinations);
   const at::Tensor token = at::empty({0});
-  return {start_all(executable(tensors), tensors, token), token};
+  return {start_all(executable_for(tensors), tensors, token), token};
 }
 
-ExecutablePtr BoundBatch::executable(const std::vector<at::Tensor>& tensors) const {
+ExecutablePtr BoundBatch::executable_for(const std::vector<at::Tensor>& tensors) const {
   const Batch& batch = plan_->batch();
   TORCH_CHECK_VALUE(tensors.size() == batch.sources.size() + batch.destinations.size(),
                     "sources and destinations must be lists of ", batch.sources.size(), " and ",
                     batch.destinations.size(), " tensors, got ", tensors.size(), " in all");
-  const bool through_host = wire_ == c10::kCPU && !tensors.empty() && !tensors.front().device().is_cpu();
+  const bool through_host = group_device_ == c10::kCPU && !tensors.empty() && !tensors.front().device().is_cpu();
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (!executable_ || executable_->program().stages_on_host != through_host || !fits(executable_->program(), tensors)) {
-    executable_ = compiled(tensors, through_host);
+  if (!executable_ || executable_->program().stages_on_host != through_host ||
+      !is_compiled_for(executable_->program(), tensors)) {
+    executable_ = compile_for(tensors, through_host);
   }
   return executable_;
 }
 
-ExecutablePtr BoundBatch::compiled(const std::vector<at::Tensor>& tensors, bool through_host) const {
+ExecutablePtr BoundBatch::compile_for(const std::vector<at::Tensor>& tensors, bool through_host) const {
   const Batch& batch = plan_->batch();
   BatchStrides strides;
   for (size_t i = 0; i < tensors.size(); ++i) {
@@ -122,7 +124,7 @@ ExecutablePtr BoundBatch::compiled(const std::vector<at::Tensor>& tensors, bool 
   }
   Program program = compile_batch(*plan_, rank_, group_->size(), strides, through_host);
   auto compiled = std::make_shared<const CompiledProgram>(
-      std::move(program), wire_ == c10::kCPU ? Lowering::kGloo : Lowering::kNccl, plan_->num_rounds() > 0,
+      std::move(program), group_device_ == c10::kCPU ? Lowering::kGloo : Lowering::kNccl, plan_->num_rounds() > 0,
       std::make_unique<BatchOrigin>(plan_), rank_);
   return std::make_shared<const Executable>(std::move(compiled), std::vector<RankGroupPtr>{group_});
 }

@@ -264,28 +264,44 @@ def take_weighted_rows(rows: torch.Tensor, pairs: torch.Tensor, weights: torch.T
 def dot_rows(rows: torch.Tensor, table: torch.Tensor, others: torch.Tensor, like: torch.Tensor) -> torch.Tensor: ...
 
 class BatchHandle:
-    """A batch under way. On devices with streams, waiting makes the current stream wait."""
+    """A batch that was started. On CPU a wait blocks the caller; on devices with streams it makes the current stream
+    wait. Every wait raises DistBackendError if the batch has failed."""
 
-    def wait_for_sources(self) -> None: ...
-    def wait_for_destination(self, destination: int) -> None: ...
-    def wait_for_departure(self, destination: int) -> None:
-        """Waits until a destination is complete on this rank and its elements for other ranks are sent."""
+    def wait_for_sources(self) -> None:
+        """Waits until no source is read any more, so that the sources may change."""
 
-    def wait(self) -> None: ...
-    def is_done(self) -> bool: ...
+    def wait_for_destination(self, destination: int) -> None:
+        """Waits until this rank's part of a destination, given by its index, is complete."""
+
+    def wait_for_destination_and_sends(self, destination: int) -> None:
+        """Waits until this rank's part of a destination is complete, and this rank has sent its elements of the other
+        parts."""
+
+    def wait(self) -> None:
+        """Waits for the end of the batch."""
+
+    def is_done(self) -> bool:
+        """Returns True once the batch has ended; does not wait."""
+
     @property
-    def departures(self) -> list[int]:
-        """Indices of the destinations, in the order in which `wait_for_departure` returns."""
+    def completion_order(self) -> list[int]:
+        """Indices of the destinations, in the order in which `wait_for_destination_and_sends` returns for them."""
 
 class BoundBatch:
-    """One rank's part of a batch, bound to the group whose ranks the batch names. It does not keep the group alive.
+    """One rank's part of a batch, bound to a process group that has all ranks of the batch's layouts. It does not keep
+    the group alive."""
 
-    `wire` is the device type of the tensors that the group transfers.
-    """
+    def __init__(self, batch_bytes: bytes, rank: int, group_name: str, group_device: str) -> None:
+        """`batch_bytes`: from `Batch.to_bytes`. `group_device`: the type of device whose tensors the group transfers,
+        ``"cpu"`` for Gloo. Raises ValueError if a rank of the layouts is not in the group."""
 
-    def __init__(self, batch_bytes: bytes, rank: int, group_name: str, wire: str) -> None: ...
-    def run(self, sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor]) -> None: ...
-    def start(self, sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor]) -> BatchHandle: ...
+    def run(self, sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor]) -> None:
+        """Fills `destinations`. Both lists have this rank's parts, with the shapes and dtypes of their layouts. Raises
+        ValueError for other tensors, and DistBackendError if a transfer fails."""
+
+    def start(self, sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor]) -> BatchHandle:
+        """Like `run`, but returns once the first transfers are under way. Sources must not change before
+        `wait_for_sources` returns."""
 
 def nothing_watches(in_backward: bool) -> bool:
     """True if no mode, trace or transform is active on this thread, and no backward (unless `in_backward`)."""

@@ -26,7 +26,7 @@ class Run:
 
     def in_order(self) -> list[int]:
         """Returns the indices of the destinations, in the order in which this rank completes its part of them."""
-        return self._pending.departures if self._pending is not None else list(range(self._num_destinations))
+        return self._pending.completion_order if self._pending is not None else list(range(self._num_destinations))
 
     def wait_for_sources(self) -> None:
         if self._pending is not None:
@@ -35,7 +35,7 @@ class Run:
     def wait_for(self, index: int) -> None:
         """Waits until a destination is complete on this rank, and its elements for other ranks were sent."""
         if self._pending is not None:
-            self._pending.wait_for_departure(index)
+            self._pending.wait_for_destination_and_sends(index)
 
     def wait(self) -> None:
         if self._pending is not None:
