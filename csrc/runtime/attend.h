@@ -1,12 +1,13 @@
-// The instructions of attention on buffers, on the current stream: ATen's fused kernels, without dropout.
+// Runs the instructions of attention on buffers, on the current stream, with ATen's fused kernels, without dropout.
 //
-//   cpu    flash attention for CPU, with a bias for blocks that are neither full nor a triangle
-//   cuda   flash attention, if operands have 16 bits, heads a multiple of 8 elements up to 256, and blocks are full or
-//          a triangle; otherwise memory-efficient attention, with heads of keys repeated
-//   others PyTorch's operator for them, _scaled_dot_product_fused_attention_overrideable, with heads of keys repeated;
-//          c10::NotImplementedError if the device lacks it
+//   device   kernel
+//   CPU      flash attention for CPU; blocks that are neither full nor a triangle get a bias
+//   CUDA     flash attention if operands have 16 bits, their depth is a multiple of 8 up to 256, and the block is full
+//            or a triangle; otherwise memory-efficient attention, with heads of keys and values repeated
+//   others   _scaled_dot_product_fused_attention_overrideable, with heads of keys and values repeated;
+//            c10::NotImplementedError if the device does not implement it
 //
-// A bias is made for one tile of rows at a time (program/attend_tiles.h). If values and keys have different depths, the
+// A bias is made for one tile of rows at a time (program/attend_tiles.h). If keys and values have different depths, the
 // shallower operands are padded with zeros, which changes neither scores nor results. Memory-efficient attention on
 // CUDA needs no padding.
 //
@@ -29,9 +30,14 @@ void attend(const Attend& attend, const Buffers& buffers);
 // Adds the gradients of a block product to dq, dk and dv.
 void attend_backward(const AttendBackward& attend, const Buffers& buffers);
 
-// Merges the partial result `right` into `left`. On CPU every row is merged by scalar functions in one order, so the
-// bits of a row depend on that row alone.
+// Merges the partial result `right` into `left`, row by row: results are averaged with weights exp(lse). On CPU every
+// row is merged by scalar functions in one order, so the bits of a row depend on that row alone. For example:
+//
+//   left     out 2, lse log(1)   weight 1
+//   right    out 8, lse log(3)   weight 3
+//   merged   out (1 * 2 + 3 * 8) / 4 = 6.5, lse log(1 + 3) = log(4)
 void merge(const Merge& merge, const Buffers& buffers);
-void accumulate(const Accumulate& accumulate, const Buffers& buffers);  // dst += src, for gradients
+// Computes dst += src, for gradients.
+void accumulate(const Accumulate& accumulate, const Buffers& buffers);
 
 }  // namespace shardwright
