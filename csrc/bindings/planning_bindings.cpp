@@ -97,7 +97,7 @@ void define_planning(py::module_& m) {
       "plan_text", [](const PlanView& p) { return to_text(p.plan()); }, py::arg("plan"),
       "Returns a plan in the text form that operators take: a label, ``\"|\"``, and its bytes in base64.");
   m.def(
-      "parse_plan", [](const std::string& text) { return view_of(from_bytes(bytes_in(text, "plan"))); },
+      "parse_plan", [](const std::string& text) { return view_of(from_bytes(bytes_from_text(text, "plan"))); },
       py::arg("text"), "Parses the result of `plan_text`. Raises ValueError on other text.");
   m.def(
       "simulation_bytes", [](const PlanView& p) { return simulation_bytes(p.plan(), p.certified->peak_bytes()); },

@@ -166,7 +166,7 @@ void define_making(MatmulClass& matmul) {
       .def_static(
           "parse",
           [](const std::string& text) {
-            const auto [matmul, schedule] = matmul_from_bytes(bytes_in(text, "matmul"));
+            const auto [matmul, schedule] = matmul_from_bytes(bytes_from_text(text, "matmul"));
             return std::pair(MatmulView{matmul}, schedule);
           },
           py::arg("text"), "Parses the result of `to_text`.");

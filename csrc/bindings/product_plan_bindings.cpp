@@ -458,7 +458,7 @@ Raises:
           "parse",
           [](const std::string& text) {
             return std::const_pointer_cast<ProductPlan>(
-                make_product_plan(product_problem_from_bytes(bytes_in(text, "product"))));
+                make_product_plan(product_problem_from_bytes(bytes_from_text(text, "product"))));
           },
           py::arg("text"), "Makes the plan from the result of `to_text`. Raises ValueError on other text.")
       .def(

@@ -312,7 +312,7 @@ void refuse_nested(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 
 std::string bytes_of(const std::string& text) {
   try {
-    return bytes_in(text, "plan");
+    return bytes_from_text(text, "plan");
   } catch (const UserError& error) {
     TORCH_CHECK_VALUE(false, error.what());
   }

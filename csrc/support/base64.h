@@ -8,7 +8,7 @@
 namespace shardwright {
 
 std::string to_base64(std::string_view bytes);
-// Returns nullopt if the text has other characters. Padding may be missing.
+// Returns the bytes, or nullopt if the text has a character that is not of base64. The padding '=' may be missing.
 std::optional<std::string> from_base64(std::string_view text);
 
 }  // namespace shardwright

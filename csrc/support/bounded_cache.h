@@ -12,8 +12,8 @@
 
 namespace shardwright {
 
-// Thread-safe. Values are made outside the lock: two threads that miss the same key at once both make the value, and
-// both get the one that was stored first.
+// Thread-safe. Values are made outside the lock. If two threads miss the same key at the same time, both make a value,
+// and both get the value that was stored first.
 template <typename Key, typename Value, typename Hash = std::hash<Key>>
 class BoundedCache {
  public:
@@ -25,8 +25,8 @@ class BoundedCache {
     int64_t size = 0;
   };
 
-  // Returns the cached value for `key` if `is_good` accepts it; otherwise stores and returns what `make` returns. If
-  // `make` throws, nothing is stored and the exception is passed on.
+  // Returns the cached value for `key` if `is_good(value)` is true. Otherwise calls `make()`, stores its value and
+  // returns it, which counts as a miss. If `make` throws, nothing is stored and the exception is passed on.
   template <typename Make, typename IsGood>
   Value get_or_make(const Key& key, Make&& make, IsGood&& is_good) {
     std::optional<Value> found = find(key);
@@ -39,12 +39,12 @@ class BoundedCache {
       if (!is_good(raced->second->second)) raced->second->second = value;
       return raced->second->second;
     }
-    while (!latest_first_.empty() && latest_first_.size() >= capacity_) {
-      entries_.erase(&latest_first_.back().first);
-      latest_first_.pop_back();
+    while (!recent_first_.empty() && recent_first_.size() >= capacity_) {
+      entries_.erase(&recent_first_.back().first);
+      recent_first_.pop_back();
     }
-    latest_first_.emplace_front(key, value);
-    entries_.emplace(&latest_first_.front().first, latest_first_.begin());
+    recent_first_.emplace_front(key, value);
+    entries_.emplace(&recent_first_.front().first, recent_first_.begin());
     return value;
   }
   template <typename Make>
@@ -55,7 +55,7 @@ class BoundedCache {
   Counts counts() const {
     const std::lock_guard lock(mutex_);
     Counts counts = counts_;
-    counts.size = static_cast<int64_t>(latest_first_.size());
+    counts.size = static_cast<int64_t>(recent_first_.size());
     return counts;
   }
 
@@ -67,31 +67,33 @@ class BoundedCache {
   void clear() {
     const std::lock_guard lock(mutex_);
     entries_.clear();
-    latest_first_.clear();
+    recent_first_.clear();
   }
 
  private:
-  struct HashOfPointed {
+  // The map's keys are pointers to the keys in the list, so that each key is stored once.
+  struct PointeeHash {
     size_t operator()(const Key* key) const { return Hash()(*key); }
   };
-  struct EqualPointed {
+  struct PointeeEqual {
     bool operator()(const Key* a, const Key* b) const { return *a == *b; }
   };
   using Entry = std::pair<const Key, Value>;
 
+  // Returns the value for a key, which becomes the most recently used one, and counts a hit; nullopt if there is none.
   std::optional<Value> find(const Key& key) {
     const std::lock_guard lock(mutex_);
     const auto found = entries_.find(&key);
     if (found == entries_.end()) return std::nullopt;
-    latest_first_.splice(latest_first_.begin(), latest_first_, found->second);
+    recent_first_.splice(recent_first_.begin(), recent_first_, found->second);
     ++counts_.hits;
     return found->second->second;
   }
 
   const size_t capacity_;
   mutable std::mutex mutex_;
-  std::list<Entry> latest_first_;
-  std::unordered_map<const Key*, typename std::list<Entry>::iterator, HashOfPointed, EqualPointed> entries_;
+  std::list<Entry> recent_first_;  // the most recently used entry first
+  std::unordered_map<const Key*, typename std::list<Entry>::iterator, PointeeHash, PointeeEqual> entries_;
   Counts counts_;
 };
 

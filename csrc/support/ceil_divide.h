@@ -1,11 +1,11 @@
-// Rounds a quotient up.
+// Division that rounds up.
 #pragma once
 
 #include <cstdint>
 
 namespace shardwright {
 
-// Requires n >= 0 and k > 0.
+// Returns n / k, rounded up. Requires n >= 0 and k > 0.
 constexpr int64_t ceil_divide(int64_t n, int64_t k) { return (n + k - 1) / k; }
 
 }  // namespace shardwright

@@ -27,8 +27,8 @@ class InvariantError : public std::logic_error {
   using std::logic_error::logic_error;
 };
 
-// Appends a value: the result of to_string() if it has that method, else the output of operator<<. Creating a stream is
-// slow, so text and integers do not use one.
+// Appends a value as text: the result of its to_string() if it has that method, else the output of operator<<. Text and
+// integers do not use operator<<, because creating a stream is slow.
 template <typename Value>
 void append_text(std::string& text, const Value& value) {
   if constexpr (std::convertible_to<const Value&, std::string_view>) {
@@ -46,8 +46,8 @@ void append_text(std::string& text, const Value& value) {
   }
 }
 
-// Concatenates its arguments. Pass objects rather than their to_string() to the checks below, which build text only on
-// failure.
+// Returns the concatenated texts of its arguments. The checks below call it only on failure, so pass them objects
+// rather than the results of to_string().
 template <typename... Parts>
 std::string concat(const Parts&... parts) {
   std::string text;
@@ -55,7 +55,7 @@ std::string concat(const Parts&... parts) {
   return text;
 }
 
-// Returns "a, b, c" for a range of values that append_text accepts.
+// Returns "a, b, c" for a range of values that append_text accepts, or with another separator.
 template <typename Range>
 std::string join(const Range& range, std::string_view separator = ", ") {
   std::string text;
@@ -68,6 +68,7 @@ std::string join(const Range& range, std::string_view separator = ", ") {
   return text;
 }
 
+// Throws UserError with the concatenated parts unless `ok`.
 template <typename... Parts>
 void check_user(bool ok, const Parts&... parts) {
   if (!ok) throw UserError(concat(parts...));
@@ -98,6 +99,7 @@ struct IndexInRange {
   }
 };
 
+// Throws InvariantError with the concatenated parts unless `ok`.
 template <typename... Parts>
 void check_invariant(bool ok, const Parts&... parts) {
   if (!ok) throw InvariantError(concat("shardwright broke an invariant: ", parts...));

@@ -15,8 +15,8 @@ struct Overloaded : Cases... {
 
 }  // namespace detail
 
-// Calls the case that accepts the alternative that the variant holds. A missing case is a compile error, so an
-// alternative that is added later cannot be forgotten. Do not write a case for `const auto&`: it would defeat that.
+// Calls the case whose parameter is the alternative in the variant, and returns its result. A missing case is a compile
+// error, so an alternative that is added later cannot be forgotten. A case for `const auto&` would hide such an error.
 //
 //   match(operation, [](const Wait& o) { ... }, [](const IsTransfer auto& o) { ... },
 //         [](const IsCompute auto& o) { ... });

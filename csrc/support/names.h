@@ -1,4 +1,4 @@
-// Parses enums by name.
+// Finds enumerators by name.
 #pragma once
 
 #include <string>
@@ -8,7 +8,8 @@
 
 namespace shardwright {
 
-// Returns the enumerator in [0, last] with this name. Throws UserError that lists the allowed names if there is none.
+// Returns the enumerator between 0 and `last` whose name_of is `name`. Throws UserError that names `argument` and lists
+// the allowed names if there is none.
 template <typename Enum>
 Enum parse_name(const std::string& argument, const std::string& name, Enum last, const char* (*name_of)(Enum)) {
   std::vector<std::string> known;

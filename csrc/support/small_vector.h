@@ -20,7 +20,7 @@ class SmallVector {
   SmallVector(const SmallVector& other) { append(other.data(), other.size_); }
   SmallVector(SmallVector&& other) noexcept
       : one_(other.one_), many_(std::move(other.many_)), size_(other.size_), capacity_(other.capacity_) {
-    other.forget();
+    other.reset();
   }
   SmallVector& operator=(const SmallVector& other) {
     if (this == &other) return *this;
@@ -34,7 +34,7 @@ class SmallVector {
     many_ = std::move(other.many_);
     size_ = other.size_;
     capacity_ = other.capacity_;
-    other.forget();
+    other.reset();
     return *this;
   }
   ~SmallVector() = default;
@@ -62,6 +62,7 @@ class SmallVector {
   bool operator==(const SmallVector& other) const { return std::equal(begin(), end(), other.begin(), other.end()); }
 
  private:
+  // Moves the items to an allocation of this capacity.
   void grow(size_t capacity) {
     auto more = std::make_unique<T[]>(capacity);
     std::copy(begin(), end(), more.get());
@@ -73,7 +74,8 @@ class SmallVector {
     std::copy(items, items + count, data() + size_);
     size_ += static_cast<uint32_t>(count);
   }
-  void forget() {
+  // Makes a vector empty whose items were moved to another one.
+  void reset() {
     size_ = 0;
     capacity_ = 1;
   }

@@ -8,6 +8,7 @@
 namespace shardwright {
 namespace {
 
+// Returns the text with bytes that are not printable ASCII written as \xff.
 std::string with_escapes(std::string_view text) {
   std::string out;
   for (const char c : text) {
@@ -36,8 +37,8 @@ bool is_utf8(std::string_view text) {
       if ((next & 0xc0) != 0x80) return false;
       code = code << 6 | (next & 0x3f);
     }
-    constexpr uint32_t kLeast[]{0, 0, 0x80, 0x800, 0x10000};
-    if (code < kLeast[length] || code > 0x10ffff || (code >= 0xd800 && code < 0xe000)) return false;
+    constexpr uint32_t kMinCode[]{0, 0, 0x80, 0x800, 0x10000};  // by length; a smaller code is an overlong form
+    if (code < kMinCode[length] || code > 0x10ffff || (code >= 0xd800 && code < 0xe000)) return false;
     i += length;
   }
   return true;

@@ -9,7 +9,8 @@ namespace shardwright {
 // True if the text is UTF-8 as in RFC 3629: no overlong forms, no surrogates, nothing beyond U+10FFFF.
 bool is_utf8(std::string_view text);
 
-// Throws a UserError that names `argument` and shows the text, with bytes that are not ASCII written as \xff.
+// Throws UserError unless `text` is UTF-8. The error names `argument` and shows the text, with bytes that are not
+// printable ASCII written as \xff.
 void check_utf8(const std::string& text, const char* argument);
 
 }  // namespace shardwright

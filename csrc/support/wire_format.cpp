@@ -9,25 +9,27 @@
 namespace shardwright {
 namespace {
 
-constexpr std::string_view kMark = "shardwright ";
+constexpr std::string_view kMagic = "shardwright ";
 constexpr std::string_view kVersion = " 6\n";
 constexpr size_t kFieldBytes = 8;
 
-uint64_t checksum(std::string_view bytes) {  // FNV-1a
+// Returns the FNV-1a hash.
+uint64_t checksum(std::string_view bytes) {
   uint64_t hash = 14695981039346656037ull;
   for (const char c : bytes) hash = (hash ^ static_cast<unsigned char>(c)) * 1099511628211ull;
   return hash;
 }
 
-int64_t integer_in(std::string_view eight) {
+// Returns the integer in a field of 8 bytes, lowest byte first.
+int64_t decode_integer(std::string_view field) {
   uint64_t value = 0;
-  for (size_t i = kFieldBytes; i-- > 0;) value = value << 8 | static_cast<unsigned char>(eight[i]);
+  for (size_t i = kFieldBytes; i-- > 0;) value = value << 8 | static_cast<unsigned char>(field[i]);
   return static_cast<int64_t>(value);
 }
 
 }  // namespace
 
-Writer::Writer(std::string_view kind) : bytes_(concat(kMark, kind, kVersion)) {}
+Writer::Writer(std::string_view kind) : bytes_(concat(kMagic, kind, kVersion)) {}
 
 void Writer::integer(int64_t value) {
   for (int shift = 0; shift < 64; shift += 8)
@@ -51,16 +53,16 @@ std::string Writer::finish() && {
 }
 
 Reader::Reader(std::string_view bytes, std::string_view kind) : kind_(kind) {
-  const std::string start = concat(kMark, kind, kVersion);
+  const std::string start = concat(kMagic, kind, kVersion);
   check_user(bytes.size() >= start.size() + kFieldBytes && bytes.starts_with(start), kind, " bytes must begin with '",
              std::string_view(start).substr(0, start.size() - 1), "', got other, older or truncated bytes");
   const std::string_view body = bytes.substr(0, bytes.size() - kFieldBytes);
-  check_user(static_cast<uint64_t>(integer_in(bytes.substr(body.size()))) == checksum(body), kind,
+  check_user(static_cast<uint64_t>(decode_integer(bytes.substr(body.size()))) == checksum(body), kind,
              " bytes must match their checksum, got damaged bytes");
   bytes_ = body.substr(start.size());
 }
 
-std::string_view Reader::raw(size_t count) {
+std::string_view Reader::take(size_t count) {
   check_user(count <= bytes_.size(), kind_, " bytes must be complete, got a field of ", count, " bytes with only ",
              bytes_.size(), " left");
   const std::string_view out = bytes_.substr(0, count);
@@ -68,7 +70,7 @@ std::string_view Reader::raw(size_t count) {
   return out;
 }
 
-int64_t Reader::integer() { return integer_in(raw(kFieldBytes)); }
+int64_t Reader::integer() { return decode_integer(take(kFieldBytes)); }
 
 int64_t Reader::integer(int64_t least, int64_t most) {
   const int64_t value = integer();
@@ -88,7 +90,7 @@ std::string Reader::text() {
   const int64_t length = integer();
   check_user(length >= 0 && static_cast<uint64_t>(length) <= bytes_.size(), kind_,
              " bytes: the length of a text must be in [0, ", bytes_.size(), "], got ", length);
-  return std::string(raw(static_cast<size_t>(length)));
+  return std::string(take(static_cast<size_t>(length)));
 }
 
 size_t Reader::count(size_t most) {
@@ -105,13 +107,13 @@ void Reader::finish() const {
 
 std::string_view kind_of(std::string_view bytes) {
   const size_t end = bytes.find(kVersion);
-  if (!bytes.starts_with(kMark) || end == std::string_view::npos || end < kMark.size()) return {};
-  return bytes.substr(kMark.size(), end - kMark.size());
+  if (!bytes.starts_with(kMagic) || end == std::string_view::npos || end < kMagic.size()) return {};
+  return bytes.substr(kMagic.size(), end - kMagic.size());
 }
 
 std::string to_text(std::string_view label, std::string_view bytes) { return concat(label, "|", to_base64(bytes)); }
 
-std::string bytes_in(std::string_view text, std::string_view argument) {
+std::string bytes_from_text(std::string_view text, std::string_view argument) {
   const size_t bar = text.rfind('|');
   const std::optional<std::string> bytes =
       bar == std::string_view::npos ? std::nullopt : from_base64(text.substr(bar + 1));

@@ -1,4 +1,4 @@
-// The one format in which plans, products and their parts are passed between processes and binaries.
+// The format in which plans, products and their parts are passed between processes and extension modules.
 //
 //   "shardwright <kind> <version>\n", then the fields, then a checksum of everything before it
 //
@@ -6,9 +6,9 @@
 // byte first; text is its length and its bytes. Equal values give equal bytes in every process. Graphs and operators
 // take strings, so for them the bytes are written as "label|base64" (to_text).
 //
-// A Reader accepts damaged and forged bytes. If a read would pass the end, allocate more than the bytes can hold or
-// return a value out of range, it throws a UserError that names the kind. Callers check that fields are consistent
-// (planning/serialize.h, products/serialize.h).
+// A Reader is safe on damaged and forged bytes. It throws UserError that names the kind if a read would pass the end,
+// allocate memory for more items than the bytes can contain, or return a value out of range. Callers check that fields
+// are consistent (planning/serialize.h, products/serialize.h).
 #pragma once
 
 #include <cstdint>
@@ -20,6 +20,7 @@
 
 namespace shardwright {
 
+// Appends fields to the bytes of one object.
 class Writer {
  public:
   explicit Writer(std::string_view kind);
@@ -55,7 +56,7 @@ class Writer {
   std::string bytes_;
 };
 
-// Does not own the bytes, which must outlive it.
+// Reads fields in the order in which a Writer wrote them. Does not own the bytes, which must outlive it.
 class Reader {
  public:
   // Throws UserError if the bytes are truncated, changed, of another kind or of another version.
@@ -91,7 +92,8 @@ class Reader {
   void finish() const;
 
  private:
-  std::string_view raw(size_t count);
+  // Removes the next `count` bytes and returns them. Throws UserError if fewer remain.
+  std::string_view take(size_t count);
   // Reads the length of a list. Throws UserError if it exceeds `most` or the number of fields in the remaining bytes.
   size_t count(size_t most);
 
@@ -99,12 +101,12 @@ class Reader {
   std::string_view bytes_;  // the bytes not yet read, without the checksum
 };
 
-// Returns the kind in the first line of bytes from a Writer, empty for other bytes. Checks nothing after that line.
+// Returns the kind in the first line of bytes from a Writer, or "" for other bytes. Checks nothing after that line.
 std::string_view kind_of(std::string_view bytes);
 
 // Returns "label|base64". The label is for people to read and contains no '|'.
 std::string to_text(std::string_view label, std::string_view bytes);
-// Returns the bytes in a text from to_text. Throws UserError that names `argument` if the text has another form.
-std::string bytes_in(std::string_view text, std::string_view argument);
+// Returns the bytes of a text from to_text. Throws UserError that names `argument` if the text has another form.
+std::string bytes_from_text(std::string_view text, std::string_view argument);
 
 }  // namespace shardwright

@@ -100,15 +100,15 @@ TEST(WireFormat, TextIsALabelAndBase64) {
   std::string bytes;
   for (int length = 0; length < 300; ++length) {
     const std::string text = to_text("a label", bytes);
-    EXPECT_EQ(bytes_in(text, "plan"), bytes);
+    EXPECT_EQ(bytes_from_text(text, "plan"), bytes);
     texts.insert(text);
     bytes.push_back(static_cast<char>(length * 37));
   }
   EXPECT_EQ(texts.size(), 300u);
   EXPECT_EQ(to_text("x", "Man"), "x|TWFu");  // RFC 4648
-  EXPECT_EQ(bytes_in("x|y|TWFu", "plan"), "Man");
-  EXPECT_THROW(bytes_in("TWFu", "plan"), UserError);
-  EXPECT_THROW(bytes_in("x|TW u", "plan"), UserError);
+  EXPECT_EQ(bytes_from_text("x|y|TWFu", "plan"), "Man");
+  EXPECT_THROW(bytes_from_text("TWFu", "plan"), UserError);
+  EXPECT_THROW(bytes_from_text("x|TW u", "plan"), UserError);
 }
 
 using Read = std::function<std::string(const std::string&)>;  // reads, and writes again
@@ -148,7 +148,7 @@ TEST(WireFormat, RoundTripsProblemsAndMatmulsAndDetectsDamage) {
       if (one == nullptr) continue;
       const std::string bytes = to_bytes(one->matmul, one->schedule);
       EXPECT_TRUE(is_matmul(bytes));
-      EXPECT_EQ(bytes_in(to_text(one->matmul, one->schedule), "matmul"), bytes);
+      EXPECT_EQ(bytes_from_text(to_text(one->matmul, one->schedule), "matmul"), bytes);
       expect_no_harm(
           bytes,
           [](const std::string& given) {
@@ -172,7 +172,7 @@ TEST(WireFormat, RoundTripsProblemsAndMatmulsAndDetectsDamage) {
     EXPECT_EQ(again.cuts, problem.cuts);
     EXPECT_EQ(again.context.topology, problem.context.topology);
     EXPECT_EQ(again.context.gemm_models, problem.context.gemm_models);
-    EXPECT_EQ(bytes_in(to_text(problem), "product"), bytes);
+    EXPECT_EQ(bytes_from_text(to_text(problem), "product"), bytes);
     all.insert(bytes);
     expect_no_harm(
         bytes, [](const std::string& given) { return to_bytes(product_problem_from_bytes(given)); }, source.random());
