@@ -16,7 +16,8 @@
 namespace shardwright {
 namespace {
 
-// Describes a step that communicates. The group of a crossing has the ranks of both meshes.
+// Returns the description of a step that communicates. The group of a crossing or rearrangement has the ranks of both
+// meshes.
 Communication communication_of(const Step& step) {
   Communication communication;
   communication.op = step_op_name(step.op);
@@ -34,14 +35,14 @@ Communication communication_of(const Step& step) {
   return communication;
 }
 
-// Returns the ranks of a layout's mesh as text: as a range for large meshes whose ranks are 0, 1, 2, ...
+// Returns the ranks of a layout's mesh as text: "[0, 2, 4]", or "0 to 127" for more than 64 ranks 0, 1, 2, ...
 std::string ranks_text(const Layout& layout) {
   const Mesh& mesh = layout.mesh();
   if (mesh.size() > 64 && mesh.ranks_are_positions()) return concat("0 to ", mesh.size() - 1);
   return concat("[", join(mesh.ranks()), "]");
 }
 
-// Returns the signature of a redistribute (see Signature).
+// Returns the signature of a redistribute.
 Signature signature_of(const Plan& plan, const std::string& plan_bytes) {
   std::vector<std::string> steps;
   for (const Step& step : plan.steps) {
@@ -63,9 +64,9 @@ Signature signature_of(const Plan& plan, const std::string& plan_bytes) {
           {"plan bytes", concat(plan_bytes.size(), " with hash ", bytes)}};
 }
 
-// Computes CompiledProgram::offset_of_input: finds the interval of the destination that contains the input's only
+// Returns CompiledProgram::offset_of_input. It looks for the interval of the destination that contains the input's only
 // interval.
-std::optional<int64_t> offset_of_input_in(const Plan& plan, Rank rank) {
+std::optional<int64_t> find_offset_of_input(const Plan& plan, Rank rank) {
   const std::optional<int64_t> from = plan.src.mesh().position_of(rank);
   const std::optional<int64_t> to = plan.dst.mesh().position_of(rank);
   const bool only_moves = plan.src.partial_dims().empty() && plan.dst.partial_dims().empty();
@@ -74,10 +75,11 @@ std::optional<int64_t> offset_of_input_in(const Plan& plan, Rank rank) {
   const IntervalList held = plan.src.region(*from)[0];
   const IntervalList needed = plan.dst.region(*to)[0];
   if (held.size() != 1) return std::nullopt;
-  int64_t position = 0;
-  for (const Interval& run : needed) {
-    if (run.begin <= held[0].begin && held[0].end <= run.end) return position + held[0].begin - run.begin;
-    position += run.end - run.begin;
+  int64_t position = 0;  // of `interval` in the output
+  for (const Interval& interval : needed) {
+    if (interval.begin <= held[0].begin && held[0].end <= interval.end)
+      return position + held[0].begin - interval.begin;
+    position += interval.end - interval.begin;
   }
   return std::nullopt;
 }
@@ -121,14 +123,14 @@ CompiledProgram::CompiledProgram(Program program, const std::vector<const Plan*>
       origin_(std::move(origin)),
       rank_(rank),
       lowering_(plans.front()->lowering) {
-  note_order();
+  set_predecessors();
   for (const Plan* plan : plans) {
     received_bytes_ += traffic_at(*plan, rank_).received_bytes;
     for (const Step& step : plan->steps) is_collective_ = is_collective_ || shardwright::communicates(step);
   }
-  if (plans.size() == 1) offset_of_input_ = offset_of_input_in(*plans.front(), rank_);
-  note_dtypes();
-  note_instructions();
+  if (plans.size() == 1) offset_of_input_ = find_offset_of_input(*plans.front(), rank_);
+  set_dtypes();
+  set_indices();
 }
 
 CompiledProgram::CompiledProgram(Program program, Lowering lowering, bool is_collective, std::unique_ptr<Origin> origin,
@@ -139,23 +141,23 @@ CompiledProgram::CompiledProgram(Program program, Lowering lowering, bool is_col
       rank_(rank),
       lowering_(lowering),
       is_collective_(is_collective) {
-  note_order();
+  set_predecessors();
   for (const Instruction& instruction : program_.instructions) {
     received_bytes_ += traffic_of(program_, instruction.operation).received_bytes;
   }
-  note_dtypes();
-  note_instructions();
+  set_dtypes();
+  set_indices();
 }
 
-void CompiledProgram::note_order() {
-  orders_a_transfer_.resize(program_.instructions.size(), false);
-  if (lowering_.is_on_device) order_of_transfers_ = order_of_transfers(program_);
-  for (const int instruction : order_of_transfers_) {
-    if (instruction >= 0) orders_a_transfer_[instruction] = true;
+void CompiledProgram::set_predecessors() {
+  is_predecessor_.resize(program_.instructions.size(), false);
+  if (lowering_.is_on_device) predecessors_ = order_of_transfers(program_);
+  for (const int instruction : predecessors_) {
+    if (instruction >= 0) is_predecessor_[instruction] = true;
   }
 }
 
-void CompiledProgram::note_dtypes() {
+void CompiledProgram::set_dtypes() {
   dtypes_.resize(program_.buffers.size(), at::ScalarType::Undefined);
   for (size_t b = program_.buffers.size(); b-- > 0;) {
     const Buffer& buffer = program_.buffers[b];
@@ -169,7 +171,7 @@ void CompiledProgram::note_dtypes() {
   is_sent_as_bytes_ = kind == DTypeKind::kOpaque || kind == DTypeKind::kComplex || program_.dtype == DType::kInt16;
 }
 
-void CompiledProgram::note_instructions() {
+void CompiledProgram::set_indices() {
   const std::vector<Instruction>& instructions = program_.instructions;
   copies_.resize(instructions.size());
   const auto is_wait = [](const Instruction& i) { return std::holds_alternative<Wait>(i.operation); };
@@ -198,9 +200,9 @@ void CompiledProgram::note_instructions() {
   }
 }
 
-// Takes the options of the first input of the program's own dtype. Without such an input, it takes the device of the
+// These are the options of the first input of the program's own dtype. Without such an input, the device is that of the
 // first tensor.
-at::TensorOptions CompiledProgram::options_like(c10::ArrayRef<at::Tensor> tensors) const {
+at::TensorOptions CompiledProgram::own_options(c10::ArrayRef<at::Tensor> tensors) const {
   if (tensors.empty()) return at::TensorOptions().device(at::kCPU).dtype(scalar_type_of(program_.dtype));
   const bool has_own_dtype = dtype_input_ >= 0;
   const at::TensorOptions options =
@@ -264,34 +266,36 @@ void check_strided(const at::Tensor& tensor, const std::string& argument) {
 }
 
 void CompiledProgram::check_tensors(c10::ArrayRef<at::Tensor> tensors) const {
-  const auto name = [](const at::Tensor& t) { return c10::toString(t.scalar_type()); };
+  const auto dtype_name = [](const at::Tensor& t) { return c10::toString(t.scalar_type()); };
   const size_t inputs = program_.num_inputs();
   TORCH_CHECK_VALUE(tensors.size() == inputs + program_.num_destinations(), "inputs must be a list of ",
                     inputs + program_.num_destinations(), " tensors, got ", tensors.size(), " (", origin_->text(), ")");
   for (size_t i = 0; i < tensors.size(); ++i) {
     const at::Tensor& tensor = tensors[i];
-    const auto which = [&] {
+    const auto name_of_tensor = [&] {
       if (i >= inputs) return concat("destination ", i - inputs);
       return tensors.size() == 1 ? std::string("local tensor") : concat("input ", i);
     };
-    TORCH_CHECK_VALUE(!tensor.key_set().has(c10::DispatchKey::Python), which(),
+    TORCH_CHECK_VALUE(!tensor.key_set().has(c10::DispatchKey::Python), name_of_tensor(),
                       " must be a plain tensor, got a tensor subclass");
-    if (tensor.layout() != at::kStrided || tensor.is_nested()) check_strided(tensor, which());
+    if (tensor.layout() != at::kStrided || tensor.is_nested()) check_strided(tensor, name_of_tensor());
     const Buffer& buffer = program_.buffers[i];
-    TORCH_CHECK_VALUE(tensor.sizes().equals(buffer.shape), which(), " must have shape ", c10::IntArrayRef(buffer.shape),
-                      " on rank ", rank_, ", got ", tensor.sizes(), " (", origin_->text(), ")");
+    TORCH_CHECK_VALUE(tensor.sizes().equals(buffer.shape), name_of_tensor(), " must have shape ",
+                      c10::IntArrayRef(buffer.shape), " on rank ", rank_, ", got ", tensor.sizes(), " (",
+                      origin_->text(), ")");
     // True if the buffer has the program's own dtype: the tensor must have the dtype of input `dtype_input_`, which may
     // be any dtype of the same size.
     const bool has_own_dtype = dtypes_[i] == at::ScalarType::Undefined && dtype_input_ >= 0;
     const bool has_dtype = has_own_dtype ? static_cast<int64_t>(tensor.element_size()) == program_.dtype.size_bytes() &&
                                                tensor.scalar_type() == tensors[dtype_input_].scalar_type()
                                          : tensor.scalar_type() == scalar_type_of(buffer.dtype);
-    const bool follows = has_own_dtype && static_cast<int64_t>(i) != dtype_input_;
-    TORCH_CHECK_VALUE(has_dtype, which(), " must have dtype ",
-                      follows ? concat(name(tensors[dtype_input_]), ", as input ", dtype_input_) : buffer.dtype.name(),
-                      ", got ", name(tensor));
-    TORCH_CHECK_VALUE(tensor.device() == tensors[0].device(), which(), " must be on the device of the first input, ",
-                      tensors[0].device(), ", got ", tensor.device());
+    const bool must_equal_input = has_own_dtype && static_cast<int64_t>(i) != dtype_input_;
+    TORCH_CHECK_VALUE(
+        has_dtype, name_of_tensor(), " must have dtype ",
+        must_equal_input ? concat(dtype_name(tensors[dtype_input_]), ", as input ", dtype_input_) : buffer.dtype.name(),
+        ", got ", dtype_name(tensor));
+    TORCH_CHECK_VALUE(tensor.device() == tensors[0].device(), name_of_tensor(),
+                      " must be on the device of the first input, ", tensors[0].device(), ", got ", tensor.device());
   }
 }
 
@@ -321,7 +325,7 @@ c10::SmallVector<GroupLease, 4> Executable::lease_groups() const {
   return leases;
 }
 
-// In a capture, the device is not noted as connected, so that a later call connects the groups.
+// In a capture `connected_device_` stays as it is, so that a later call connects the groups.
 void Executable::connect(const at::Device& device) const {
   if (device.is_cpu() || !compiled_->lowering().is_on_device) return;
   if (compiled_->is_collective()) check_no_open_group(device);
@@ -330,7 +334,6 @@ void Executable::connect(const at::Device& device) const {
   if (!is_capturing(device)) connected_device_ = device.index();
 }
 
-// Programs that stage tensors on the host themselves (Program::stages_on_host) need no copy.
 bool Executable::goes_through_host(const at::Device& device) const {
   return !compiled_->lowering().is_on_device && !program().stages_on_host && !device.is_cpu() && !groups_.empty();
 }

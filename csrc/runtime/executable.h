@@ -1,7 +1,7 @@
-// A rank's compiled program, unbound (CompiledProgram) and bound to groups of ranks (Executable). Both are immutable,
-// so any thread may use them.
+// A rank's compiled program (CompiledProgram), and the same program bound to groups of ranks (Executable). Both are
+// immutable, so any thread may use them.
 //
-// A program's *own dtype* is that of the tensor that is moved (Program::dtype). Single buffers may have other dtypes.
+// A program's *own dtype* is the dtype of the tensor that is moved (Program::dtype). Some buffers have other dtypes.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -22,47 +22,47 @@
 
 namespace shardwright {
 
-// A plan step that communicates, as Executable::communications reports it, independent of the messages that implement
-// it.
+// A plan step that communicates, as Executable::communications describes it. The description does not depend on the
+// messages that carry out the step.
 struct Communication {
-  std::string op;              // the kind of step, from step_op_name
-  std::string reduce_op;       // for reductions; else empty
+  std::string op;              // step_op_name of the step: "all_gather", "all_to_all", ...
+  std::string reduce_op;       // "sum", "max", ... if the step reduces; else empty
   std::vector<int> mesh_dims;  // the mesh dims in which the communicating ranks differ
   int64_t group_size = 0;      // number of ranks that communicate with each other
-  // For an all_to_all between two cuts: the tensor dims that are cut before and after.
+  // For an all_to_all: the tensor dims that are sharded before the step and after it.
   int64_t gather_dim = 0;
   int64_t shard_dim = 0;
 };
 
-// (name, value) of each property of a program that must be equal on all ranks that run it.
+// The properties of a program that must be equal on all ranks that run it, as (name, value) pairs.
 using Signature = std::vector<std::pair<std::string, std::string>>;
 
-// The plan or the arguments that a program was compiled from. Used only for errors, profiles and comparisons of ranks.
+// The object that a program was compiled from, such as a plan. Used only for errors, profiles and comparisons of ranks.
 class Origin {
  public:
   virtual ~Origin() = default;
   virtual const char* kind() const = 0;         // "redistribute", "matmul", "attention" or "batch"
   virtual std::vector<Plan> plans() const = 0;  // empty for attention and batches
-  // The title in profilers, and the participating ranks; by default those of the first plan.
+  // Returns the title in profilers; by default the placements of the first plan.
   virtual std::string title() const;
+  // Returns the ranks that take part; by default those of the first plan.
   virtual std::vector<Rank> ranks() const;
-  // The description in error messages.
+  // Returns the description in error messages.
   virtual std::string text() const = 0;
-  // The properties that must be equal on all ranks.
   virtual Signature signature() const = 0;
 };
 
-// The program of one rank, with all properties of its instructions that a run needs.
+// The program of one rank, and properties of its instructions that are computed once, for all runs.
 class CompiledProgram {
  public:
   // Compiles a plan from its bytes. Throws UserError if they are not a plan, or if the rank is not on the mesh.
   static std::shared_ptr<const CompiledProgram> from_plan_bytes(const std::string& plan_bytes, Rank rank);
 
-  // `plans` are the plans of `origin`.
+  // Takes a program that was compiled from `plans`, the plans of `origin`.
   CompiledProgram(Program program, const std::vector<const Plan*>& plans, std::unique_ptr<Origin> origin, Rank rank);
 
-  // A program that is not made of plans. Its received bytes are counted from its transfers. `is_collective`: true if
-  // any rank communicates.
+  // Takes a program that was not compiled from plans. Its received bytes are counted from its transfers.
+  // `is_collective`: true if any rank communicates.
   CompiledProgram(Program program, Lowering lowering, bool is_collective, std::unique_ptr<Origin> origin, Rank rank);
 
   const Program& program() const { return program_; }
@@ -84,19 +84,19 @@ class CompiledProgram {
   // True if the tensor is sent as bytes, because process groups do not support its dtype.
   bool is_sent_as_bytes() const { return is_sent_as_bytes_; }
 
-  // Returns the prepared copy of a Copy instruction; null if the copy casts, or is between host and device.
-  const StridedCopy* copy(int instruction) const {
+  // Returns the precomputed StridedCopy of a Copy instruction; null if the copy casts, or is between host and device.
+  const StridedCopy* strided_copy(int instruction) const {
     const std::optional<StridedCopy>& prepared = copies_[instruction];
     return prepared ? &*prepared : nullptr;
   }
-  // Returns the index of the compute instruction or Wait that a transfer must run after (order_of_transfers); negative
-  // if there is none.
-  int order_of(int transfer) const { return order_of_transfers_[transfer]; }
+  // Returns the index of the last compute instruction or Wait after which a transfer must run (order_of_transfers in
+  // program/order.h); negative if there is none.
+  int predecessor_of(int transfer) const { return predecessors_[transfer]; }
   // True if some transfer must run after this compute instruction or Wait.
-  bool orders_a_transfer(int instruction) const { return orders_a_transfer_[instruction]; }
+  bool is_predecessor(int instruction) const { return is_predecessor_[instruction]; }
 
-  // The index of the product that waits for flags (Gemm::flags), and the buffer of its result; -1 and kMissingBuffer
-  // without such a product.
+  // The index of the product that waits for flags (Gemm::flags); -1 if there is none. Then flagged_result, the buffer
+  // of its result, is kMissingBuffer.
   int flagged_product() const { return flagged_product_; }
   BufferId flagged_result() const { return flagged_result_; }
 
@@ -104,45 +104,48 @@ class CompiledProgram {
   int last_communication() const { return last_communication_; }
   // The index of the first Wait; the number of instructions if there is none.
   int first_wait() const { return first_wait_; }
-  // One past the last transfer before the first Wait.
+  // One past the last transfer before the first Wait; 0 if there is none.
   int end_of_first_transfers() const { return end_of_first_transfers_; }
-  // One past the last instruction that reads an input, not counting transfers that read it before the first Wait.
+  // One past the last instruction that reads an input; transfers before the first Wait are not counted.
   int end_of_input_reads() const { return end_of_input_reads_; }
-  // One past the last native collective, whose order relative to other collectives on the group matters.
+  // One past the last native collective (a transfer that is not an exchange). Process groups match native collectives
+  // by their order, so all ranks must start them in the same order relative to other code's collectives.
   int end_of_collectives() const { return end_of_collectives_; }
   // True if a transfer, or an instruction after the first Wait, reads an input.
   bool reads_input_after_start() const { return reads_input_after_start_; }
 
-  // Returns the offset of this rank's input in its output, in elements, if the plan is one step that only moves a 1-D
-  // tensor and the input stays one contiguous range. Such a plan may run in place: the output's memory may already hold
-  // the input at that offset.
+  // Returns the offset of this rank's input in its output, in elements, if the plan is one step that moves a 1-D tensor
+  // without reductions and the input is one contiguous range of the output; else nothing. Such a plan may run in place:
+  // the input may be a view of the output at that offset. For example, in an all-gather of 8 elements over 4 ranks,
+  // rank 2 has elements 4 and 5, so the offset is 4.
   std::optional<int64_t> offset_of_input() const { return offset_of_input_; }
 
-  // Throws c10::ValueError for the first input or destination with a wrong shape, dtype or device. Tensors for buffers
-  // of the program's own dtype may have any dtype of the same size, but all must have the same dtype.
+  // Throws c10::ValueError for the first input or destination with a wrong shape, dtype or device. `tensors` are the
+  // inputs, then the destinations. The tensors for buffers of the program's own dtype may have any dtype of the same
+  // size, but all of them must have the same dtype.
   void check_tensors(c10::ArrayRef<at::Tensor> tensors) const;
-  // Returns the options for buffers of the program's own dtype, in a run with these tensors.
-  at::TensorOptions options_like(c10::ArrayRef<at::Tensor> tensors) const;
-  // Returns the options of a buffer. `like`: the result of options_like.
-  at::TensorOptions options_of(int buffer, const at::TensorOptions& like) const {
-    return dtypes_[buffer] == at::ScalarType::Undefined ? like : like.dtype(dtypes_[buffer]);
+  // Returns the options of the buffers of the program's own dtype in a run on these tensors.
+  at::TensorOptions own_options(c10::ArrayRef<at::Tensor> tensors) const;
+  // Returns the options of a buffer. `own`: the result of own_options.
+  at::TensorOptions options_of(int buffer, const at::TensorOptions& own) const {
+    return dtypes_[buffer] == at::ScalarType::Undefined ? own : own.dtype(dtypes_[buffer]);
   }
 
  private:
-  void note_order();         // fills order_of_transfers_ and orders_a_transfer_
-  void note_dtypes();        // fills dtypes_, dtype_input_ and is_sent_as_bytes_
-  void note_instructions();  // fills copies_ and all indices of instructions
+  void set_predecessors();  // sets predecessors_ and is_predecessor_
+  void set_dtypes();        // sets dtypes_, dtype_input_ and is_sent_as_bytes_
+  void set_indices();       // sets copies_, all indices of instructions and reads_input_after_start_
 
   Program program_;
   Program::Lifetimes lifetimes_;
   std::unique_ptr<Origin> origin_;
   Rank rank_;
   Lowering lowering_;
-  std::vector<int> order_of_transfers_;             // by instruction; empty if the host carries out transfers
-  std::vector<bool> orders_a_transfer_;             // by instruction: see orders_a_transfer
-  std::vector<std::optional<StridedCopy>> copies_;  // by instruction: see copy
+  std::vector<int> predecessors_;                   // by instruction; empty if the host carries out transfers
+  std::vector<bool> is_predecessor_;                // by instruction
+  std::vector<std::optional<StridedCopy>> copies_;  // by instruction; see strided_copy
   std::vector<at::ScalarType> dtypes_;              // by buffer; Undefined for the program's own dtype
-  int dtype_input_ = -1;  // the first input of the program's own dtype, which sets the dtype of a run; -1: none
+  int dtype_input_ = -1;  // index of the first input of the program's own dtype; -1 if there is none
   int64_t received_bytes_ = 0;
   std::optional<int64_t> offset_of_input_;
   int flagged_product_ = -1;
@@ -154,10 +157,11 @@ class CompiledProgram {
   int end_of_collectives_ = 0;
   bool reads_input_after_start_ = false;
   bool is_collective_ = false;
-  bool is_sent_as_bytes_ = false;  // see is_sent_as_bytes
+  bool is_sent_as_bytes_ = false;
 };
 
-// A program bound to groups of ranks. Its runs keep it alive (std::shared_ptr). It does not keep the groups alive.
+// A program bound to groups of ranks. An Execution keeps its Executable alive; an Executable does not keep its groups
+// alive.
 class Executable {
  public:
   // `groups`: one group per entry of program().groups, with the same ranks in the same order. Throws UserError
@@ -172,29 +176,32 @@ class Executable {
   // The groups in the order of program().groups.
   const std::vector<RankGroupPtr>& groups() const { return groups_; }
 
-  // Connects the groups once per device (Transport::connect). Collective among the ranks of all groups, in their order.
-  // Throws c10::Error, on all ranks, if transfers cannot start now.
+  // Connects the groups, in their order, at the first call for a device (Transport::connect). All ranks of the groups
+  // must call it. Throws c10::Error if transfers cannot start now: in an open NCCL group, or in a capture on groups
+  // that are not connected.
   void connect(const at::Device& device) const;
-  // True if tensors on this device must be copied to the host, because Gloo cannot send them.
+  // True if a run on this device must copy its tensors to host memory, because the groups (Gloo) transfer CPU tensors
+  // only and the program does not stage them itself.
   bool goes_through_host(const at::Device& device) const;
 
-  // From the program's origin: the steps that communicate, in order, equal on all ranks; and the ranks of the mesh in
-  // row-major order (with two meshes: the ranks of both, ascending).
+  // Returns the steps that communicate, in order; equal on all ranks.
   std::vector<Communication> communications() const;
+  // Returns the ranks of the mesh in row-major order; with two meshes, the ranks of both in ascending order.
   std::vector<Rank> mesh_ranks() const;
 
  private:
   std::shared_ptr<const CompiledProgram> compiled_;
   std::vector<RankGroupPtr> groups_;
-  mutable std::atomic<int> connected_device_{-1};  // the device on which all groups are connected
+  mutable std::atomic<int> connected_device_{-1};  // index of the last device for which the groups were connected
 };
 
 using ExecutablePtr = std::shared_ptr<const Executable>;
 
-// Returns torch's dtype for a DType.
+// Returns the torch dtype of a DType.
 at::ScalarType scalar_type_of(DType dtype);
 
-// Throws c10::ValueError that names `argument` if the tensor is undefined or has no strides (nested, sparse, MKL-DNN).
+// Throws c10::ValueError that names `argument` unless the tensor is defined and has strides. Nested, sparse and MKL-DNN
+// tensors have none.
 void check_strided(const at::Tensor& tensor, const std::string& argument);
 
 }  // namespace shardwright

@@ -22,11 +22,11 @@ namespace {
 // While this guard exists, operations are neither recorded nor inspected by autograd.
 using BelowAutograd = at::AutoDispatchBelowADInplaceOrView;
 
-// Returns a tensor's elements in row-major order, as a flat tensor. It is a view if the tensor is already row-major.
+// Returns a flat tensor of the elements in row-major order. It is a view if the tensor is already row-major.
 at::Tensor flat_row_major(const at::Tensor& input) {
-  at::Tensor plain = input.is_conj() || input.is_neg() ? input.resolve_conj().resolve_neg() : input;
-  if (!plain.is_contiguous()) plain = plain.contiguous();
-  return flat_view(plain, 0, plain.numel());
+  at::Tensor resolved = input.is_conj() || input.is_neg() ? input.resolve_conj().resolve_neg() : input;
+  if (!resolved.is_contiguous()) resolved = resolved.contiguous();
+  return flat_view(resolved, 0, resolved.numel());
 }
 
 // Shows the plan step of the current instruction to profilers.
@@ -52,7 +52,7 @@ Execution::Execution(ExecutablePtr executable, c10::ArrayRef<at::Tensor> tensors
     : executable_(std::move(executable)),
       compiled_(executable_->compiled()),
       program_(compiled_.program()),
-      options_(compiled_.options_like(tensors)),
+      options_(compiled_.own_options(tensors)),
       device_(options_.device()),
       buffers_(program_.buffers.size()),
       outputs_(program_.outputs.size()),
@@ -71,7 +71,7 @@ Execution::Execution(ExecutablePtr executable, c10::ArrayRef<at::Tensor> tensors
   if (!is_on_cpu_) home_stream_ = current_stream(device_);
   if (uses_side_stream_) {
     transfer_ends_.resize(program_.instructions.size());
-    order_events_.resize(program_.instructions.size());
+    predecessor_events_.resize(program_.instructions.size());
   }
 }
 
@@ -107,7 +107,7 @@ const at::Tensor& Execution::output(size_t index) {
 }
 
 void Execution::copy_input(const at::Tensor& input) {
-  if (!buffers_[kInputBuffer].is_alias_of(input)) return;  // already copied to make it row-major
+  if (!buffers_[kInputBuffer].is_alias_of(input)) return;  // the constructor has copied it to make it row-major
   const BelowAutograd guard;
   at::Tensor copy = allocate_staging(input.numel(), buffers_[kInputBuffer].options());
   copy.copy_(buffers_[kInputBuffer]);
@@ -215,7 +215,8 @@ bool Execution::is_done() const {
   return !end_event_ || end_event_->query();
 }
 
-// A step also ends before each of its Waits, because sources are read before the first one.
+// A step also ends before each of its Waits, because a caller may wait for the reads of sources, which come before the
+// first Wait.
 bool Execution::ends_step(int instruction) const {
   if (instruction + 1 == num_instructions_) return true;
   const Instruction& next = program_.instructions[instruction + 1];
@@ -241,7 +242,8 @@ void Execution::run_instruction() {
   try {
     for (const BufferId b : compiled_.lifetimes().begins[index]) allocate(b);
     execute(program_.instructions[index].operation, index);
-    if (uses_side_stream_ && compiled_.orders_a_transfer(index)) order_events_[index].emplace(current_stream(device_));
+    if (uses_side_stream_ && compiled_.is_predecessor(index))
+      predecessor_events_[index].emplace(current_stream(device_));
     if (is_completing_ && program_.num_destinations() > 0 && ends_step(index)) {
       step_ends_.emplace(index + 1, current_stream(device_));
     }
@@ -257,7 +259,6 @@ void Execution::run_instruction() {
   next_ = index + 1;
 }
 
-// Also ends the run: no later instruction is executed.
 void Execution::fail(int index, const std::string& reason) {
   const Instruction& instruction = program_.instructions[index];
   const std::string text =
@@ -265,7 +266,7 @@ void Execution::fail(int index, const std::string& reason) {
              group_text(index), " of plan\n", compiled_.origin().text(), "\n", reason);
   failure_ = std::make_exception_ptr(c10::DistBackendError({__func__, __FILE__, __LINE__}, text));
   has_failed_ = true;
-  next_ = num_instructions_;  // a failed run does not go on
+  next_ = num_instructions_;  // no later instruction runs
   std::rethrow_exception(failure_);
 }
 
@@ -293,7 +294,7 @@ void Execution::allocate(BufferId buffer) {
                                       program_.buffers[buffer].is_on_host ? options.device(at::kCPU) : options);
 }
 
-// Returns the buffer itself for a range that covers it, because making a view takes time.
+// A range that covers a buffer is the buffer itself, because making a view takes time.
 at::Tensor Execution::range(const BufferRange& range) const {
   const at::Tensor& buffer = buffers_[range.buffer];
   const bool is_whole = range.offset == 0 && range.count == program_.buffers[range.buffer].count;
@@ -349,7 +350,7 @@ void Execution::execute(const Operation& operation, int index) {
 }
 
 // Compares addresses, not storages: all views of an arena have the same storage, wherever they are in it.
-bool Execution::has_input_in_place(BufferId dst) const {
+bool Execution::is_input_in_place(BufferId dst) const {
   const std::optional<int64_t> offset = compiled_.offset_of_input();
   const at::Tensor& input = buffers_[kInputBuffer];
   if (!offset || input.numel() == 0) return false;
@@ -357,7 +358,7 @@ bool Execution::has_input_in_place(BufferId dst) const {
   return input.const_data_ptr() == begin + *offset * static_cast<int64_t>(input.element_size());
 }
 
-// Divides a range in place. Integers become floating-point instead, in a new output.
+// Divides a range in place. The quotients of integers are floating-point numbers in a new output instead.
 void Execution::divide(const Divide& divide) {
   const DTypeKind kind = program_.dtype.kind();
   if (kind == DTypeKind::kFloat || kind == DTypeKind::kComplex) {
@@ -376,8 +377,8 @@ at::Tensor Execution::buffer_as(BufferId buffer, DType dtype) const {
 
 // A copy on CPU needs no dtypes: it moves bytes.
 void Execution::copy(const Copy& copy, int index) {
-  if (copy.src == kInputBuffer && has_input_in_place(copy.dst)) return;
-  const StridedCopy* prepared = compiled_.copy(index);
+  if (copy.src == kInputBuffer && is_input_in_place(copy.dst)) return;
+  const StridedCopy* prepared = compiled_.strided_copy(index);
   if (copy.divisor != 1) return run_divided(*prepared, copy.divisor, buffers_[copy.src], buffers_[copy.dst]);
   if (prepared != nullptr && is_on_cpu_) return run(*prepared, buffers_[copy.src], buffers_[copy.dst]);
   const at::Tensor src = buffer_as(copy.src, program_.src_dtype(copy));

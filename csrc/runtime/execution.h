@@ -3,12 +3,13 @@
 // Terms
 //   home stream   the stream that is current when the run begins; the program computes and allocates memory on it
 //   destination   a tensor of the caller, parts of which the program writes (program/program.h)
-//   ticket        the index of the instruction that starts a transfer; a Wait names its transfer by the ticket
+//   ticket        the index of the instruction that starts a transfer; a Wait has the ticket of its transfer
 //   completion    the instructions of an asynchronous program that do not run on the caller's stream, but on
 //                 SideStream::kCompletion
 //
-// State: `next_` is the index of the next instruction. Each instruction runs once, in order, under `mutex_`, on
-// whichever thread gets there first. The first instruction that throws sets `failure_` and moves `next_` past the end.
+// State: `next_` is the index of the next instruction. Each instruction runs once, in order, under `mutex_`, on the
+// first thread that reaches it. An instruction that throws sets `failure_` and moves `next_` to the end, so that no
+// later instruction runs.
 #pragma once
 
 #include <c10/util/ArrayRef.h>
@@ -39,32 +40,33 @@ class Execution {
   Execution(const Execution&) = delete;
   Execution& operator=(const Execution&) = delete;
 
-  // Writes the first output to `out`, contiguous and of the right shape. Call it before anything runs.
+  // Makes `out` the first output. It must be contiguous and have the output's shape. Call it before the first
+  // instruction.
   void write_to(const at::Tensor& out);
 
-  // Sends exchanges as messages with a tag of their own. Other collectives on the group do not match them, so the order
-  // relative to those does not matter. Call it on all ranks, before anything runs.
+  // Makes exchanges use messages instead of collectives. Messages have a tag of their own, so their order relative to
+  // other collectives on the group does not matter. Call it on all ranks, before the first instruction.
   void exchange_by_messages() { exchanges_by_messages_ = true; }
 
-  // Copies the input of a program with one input, so that the input's own memory is not read later. Call it before
-  // anything runs.
+  // Replaces the input of a program with one input by a copy, so that the caller may change the input. Call it before
+  // the first instruction.
   void copy_input(const at::Tensor& input);
 
   // Returns an output. It is allocated by the first instruction that writes it, or by the first call of this function.
   const at::Tensor& output(size_t index = 0);
   const CompiledProgram& compiled() const { return compiled_; }
   const at::Device& device() const { return device_; }
-  // True if the host carries out transfers, in host memory.
+  // True if transfers use host memory and waits for them block the host: on CPU, and with Gloo.
   bool transfers_on_host() const { return transfers_on_host_; }
 
-  // Any thread may call these functions, any number of times. Every instruction runs once, in order. A failure is
-  // raised by the call in which it happens and by every later `finish`.
+  // Any thread may call the next four functions, any number of times. The error of an instruction is raised by the call
+  // that runs it, and by every later `finish`.
   void run_until(int instruction);  // runs the instructions with indices below `instruction`
   void run_next();                  // runs the next instruction, if any is left
   void start_all_transfers();       // runs the instructions up to and including the last transfer
   void finish();                    // runs all instructions
-  // True once every instruction has run, or one has failed. On devices with streams, a finished run may still have work
-  // on the device.
+  // True once every instruction has run or one has failed. The device may still execute the work that they submitted;
+  // see is_done.
   bool finished() const { return next_ == num_instructions_; }
   // True once every transfer of the program has been started.
   bool all_transfers_started() const { return next_ > compiled_.last_communication(); }
@@ -77,99 +79,108 @@ class Execution {
   // Submits all remaining instructions to SideStream::kCompletion, so that the caller's stream can continue. Only for
   // devices with streams.
   void submit_completion();
-  // Makes the current stream wait for the end of the program. Throws c10::Error if a graph is being captured now but
-  // was not when the program was started, or the reverse. May be called by several threads, each any number of times.
+  // Makes the current stream wait for the end of the program, after submit_completion. Throws c10::Error as
+  // check_capture does. Any thread may call it, any number of times.
   void wait_for_end();
-  // Waits for all instructions before this one: on the current stream as wait_for_end does, else on the host. On
-  // streams it may wait for more, up to the end of a step, and the program must have destinations.
+  // Waits for the instructions with indices below `instruction`. After submit_completion, the current stream waits, up
+  // to the end of the step in progress there, and the program must have destinations; else the host waits.
   void wait_until(int instruction);
   // Returns true once the device has finished the program.
   bool is_done() const;
-  // Releases an execution that nobody will wait for. Its memory is reused once the device is done with it.
+  // Releases the buffers of a program that nobody will wait for. The allocator reuses their memory once the side
+  // streams have passed the work submitted so far.
   void abandon() noexcept;
   // True once `wait_for_end` has made a stream wait.
   bool is_waited_for() const { return is_waited_for_; }
 
  private:
-  void finish_until(int instruction);  // like run_until; also raises the failure of an earlier instruction
-  // Runs the next instruction: allocates the buffers whose life begins with it, and frees those whose life ends with
-  // it.
+  // Like run_until, but also raises the error of an instruction that failed earlier.
+  void finish_until(int instruction);
+  // Runs the next instruction. Allocates the buffers that it is the first to use, and frees those that it is the last
+  // to use.
   void run_instruction();
   // In the following functions, `index` is the index of the instruction that has the operation.
   // Runs an operation: a Wait, a transfer, or a computation, which is also traced.
   void execute(const Operation& operation, int index);
-  // Passes a transfer to its group's transport, on the current stream, and stores the handles in `works_`.
+  // Starts a transfer by its group's transport, on the current stream, and stores the handles in `works_`.
   void transfer(const Operation& operation, int index);
-  // Runs `transfer` on the stream for transfers, and records its end there. On the host it only starts the transfer.
+  // Calls `transfer` on the stream for transfers, makes that stream wait for the transfer and records an event. If the
+  // host carries out transfers, only calls `transfer`.
   void start_transfer(const Operation& operation, int index);
-  // Makes the side stream for transfers current, until the caller destroys `side`.
+  // Makes SideStream::kTransfers current until the caller destroys `side`. `transfer`: index of the transfer, whose
+  // predecessors the side stream waits for.
   void enter_side_stream(std::optional<SideStreamGuard>& side, int transfer) const;
-  // Waits for a transfer: on the host, or by making the current stream wait for it.
+  // Waits for a transfer: the host waits, or the current stream.
   void wait(int ticket);
   // Runs an operation that is neither a transfer nor a Wait.
   void compute(const Operation& operation, int index);
-  // True if instructions that run now are recorded in a trace.
+  // True if a trace is being taken, outside of graph captures.
   bool is_traced() const;
   // Returns the number of this run in traces; the first call takes the next free number.
   int64_t run_number();
-  // Returns the hints for a product that is submitted now. If transfers are under way, it leaves multiprocessors to
+  // Returns the hints for a product that is submitted now: if transfers are under way, it leaves multiprocessors to
   // them.
   GemmHints gemm_hints() const;
-  // Stores and raises the error of a failed instruction, which names rank, step, group, plan and reason.
+  // Stores and raises the error of a failed instruction. It names rank, step, group, plan and reason. Ends the run.
   [[noreturn]] void fail(int index, const std::string& reason);
-  // Returns the ranks of the group in which an instruction communicates, for an error message; else an empty string.
+  // Returns " in the group of ranks (...)" for an instruction that communicates, for error messages; else "".
   std::string group_text(int index) const;
-  // Allocates a temporary or an output. An output that is an input becomes a view of it.
+  // Allocates a temporary or an output. If the output is the buffer of an input, makes it a view of that input.
   void allocate(BufferId buffer);
   // Throws c10::Error if a graph is being captured now but was not when the program was started, or the reverse.
   void check_capture() const;
-  // True if an instruction is the last one of its plan step, of the part of a step before a Wait, or of the program.
+  // True if the next instruction is a Wait or belongs to another plan step, or if there is none.
   bool ends_step(int instruction) const;
   // Copies boxes of elements. Casts or divides the elements if the instruction says so.
   void copy(const Copy& copy, int index);
-  // Returns a buffer as elements of `dtype`, for a copy to read or write.
+  // Returns a buffer as a tensor of `dtype`, for a copy to read or write.
   at::Tensor buffer_as(BufferId buffer, DType dtype) const;
-  // Return a range of a buffer: as a flat tensor, or the address of its first element.
+  // Returns a range of a buffer as a flat tensor.
   at::Tensor range(const BufferRange& range) const;
+  // Returns the address of the first element of a range.
   char* address(const BufferRange& range) const;
-  // True if buffer `dst` already holds the input at its offset (CompiledProgram::offset_of_input), so that no copy is
+  // True if the input is already in its place in buffer `dst` (CompiledProgram::offset_of_input), so that no copy is
   // needed.
-  bool has_input_in_place(BufferId dst) const;
-  // Returns a range as process groups transfer it: as bytes if they do not support the dtype.
+  bool is_input_in_place(BufferId dst) const;
+  // Returns a range as a flat tensor for a process group: as bytes if process groups do not support the dtype.
   at::Tensor transfer_view(const BufferRange& range) const;
   void reduce(const Reduce& reduce);
   void divide(const Divide& divide);
   void multiply(const Gemm& gemm, int index);
-  // Throws UserError if the program's group or device does not support its product that waits for flags.
+  // Throws UserError if the group or the device does not support products that wait for flags, or in a capture. The
+  // program has such a product.
   void check_flags() const;
   // Submits a product that waits for flags, and a check that the device finishes it within the group's timeout.
   void multiply_flagged(const Gemm& gemm, int index);
-  // Start an AllToAll: by the transport's own all-to-all, or as one message per peer.
+  // Starts an AllToAll as one collective.
   void all_to_all(const AllToAll& move, int index);
+  // Starts an AllToAll as one message per peer.
   void send_all_to_all(const AllToAll& move, int index);
 
   ExecutablePtr executable_;
   const CompiledProgram& compiled_;
   const Program& program_;
-  at::TensorOptions options_;  // of buffers of the program's own dtype (executable.h)
+  at::TensorOptions options_;  // options of the buffers of the program's own dtype (executable.h)
   at::Device device_;
   std::vector<at::Tensor> buffers_;          // by BufferId; flat, except tensors of the caller with strides
   c10::SmallVector<at::Tensor, 2> outputs_;  // in the program's shapes; undefined until they are allocated
-  std::vector<std::vector<WorkPtr>> works_;  // by instruction: handles of a transfer under way
+  std::vector<std::vector<WorkPtr>> works_;  // by instruction: handles of a transfer that nobody has waited for
   // Events after each transfer on the side stream, by instruction; empty without side streams.
   std::vector<std::optional<StreamEvent>> transfer_ends_;
   std::optional<c10::Stream> home_stream_;  // the home stream; none on CPU
-  // Events on the home stream, if transfers run on a side stream: at the start of the run, and after each instruction
-  // for which some transfer must wait.
+  // Only if transfers run on a side stream: events at the start of the run, and, by instruction, after each predecessor
+  // of a transfer (CompiledProgram::predecessor_of).
   std::optional<StreamEvent> begin_event_;
-  std::vector<std::optional<StreamEvent>> order_events_;
+  std::vector<std::optional<StreamEvent>> predecessor_events_;
   // Once the completion is submitted: the buffers that were allocated on the home stream before, and the event at the
   // end of the program.
   std::vector<at::Tensor> home_buffers_;
   std::optional<StreamEvent> end_event_;
-  std::map<int, StreamEvent> step_ends_;  // ends of steps, by the next instruction; only with destinations
-  bool is_completing_ = false;            // submit_completion was called
-  bool started_in_capture_ = false;       // a graph was being captured when the completion was submitted
+  // Events of the completion, by instruction: after the instructions before it. Only for the ends of steps (ends_step),
+  // in programs with destinations.
+  std::map<int, StreamEvent> step_ends_;
+  bool is_completing_ = false;       // submit_completion was called
+  bool started_in_capture_ = false;  // a graph was being captured when the completion was submitted
   std::atomic<bool> is_waited_for_{false};
   std::vector<TraceSpan> spans_;            // by instruction, while a trace is taken
   int64_t run_number_ = 0;                  // number of this run in a trace; 0: none yet
@@ -184,7 +195,7 @@ class Execution {
   std::atomic<int> next_{0};            // index of the next instruction
   std::exception_ptr failure_;          // the first failure of an instruction
   std::atomic<bool> has_failed_{false};
-  mutable std::recursive_mutex mutex_;  // held to the end of a step at most
+  mutable std::recursive_mutex mutex_;  // a thread releases it at least at the end of each step
 };
 
 }  // namespace shardwright

@@ -1,5 +1,5 @@
-// The products of an Execution that wait for flags. A flag tells the product that a chunk of its left operand has
-// arrived (Offer and Fetch in program/instructions.h).
+// The product of an Execution that waits for flags. A flag is an integer in device memory that becomes 1 once a chunk
+// of the product's left operand has arrived (Offer and Fetch in program/instructions.h).
 #include <ATen/ops/as_strided.h>
 
 #include <cstdint>
@@ -13,9 +13,9 @@
 namespace shardwright {
 namespace {
 
-constexpr uintptr_t kAlignmentBytes = 16;  // of the operands of the product's kernel
+constexpr uintptr_t kAlignmentBytes = 16;  // alignment of operands that the product's kernel requires
 
-// Returns a matrix in a buffer as a view, or as a copy if the view is not aligned.
+// Returns a matrix in a buffer: a view, or a copy if the view is not aligned.
 at::Tensor matrix_of(const at::Tensor& buffer, const Matrix& matrix, int64_t rows, int64_t columns) {
   const at::Tensor view = at::as_strided(buffer, {rows, columns}, {matrix.row_stride, matrix.column_stride},
                                          buffer.storage_offset() + matrix.offset);
@@ -24,7 +24,7 @@ at::Tensor matrix_of(const at::Tensor& buffer, const Matrix& matrix, int64_t row
 
 }  // namespace
 
-// All checks have the same result on all ranks, because they depend only on arenas, sizes, and the kind of device and
+// These checks have the same result on all ranks, because they depend only on arenas, sizes, and the kind of device and
 // torch.
 void Execution::check_flags() const {
   const auto& product = std::get<Gemm>(program_.instructions[compiled_.flagged_product()].operation);
@@ -40,7 +40,7 @@ void Execution::check_flags() const {
 // The operator allocates its result, which replaces the program's buffer.
 void Execution::multiply_flagged(const Gemm& gemm, int index) {
   const Flags& flags = *gemm.flags;
-  const at::Tensor product = multiply_as_flagged(matrix_of(buffers_[gemm.lhs.buffer], gemm.lhs, gemm.m, gemm.k),
+  const at::Tensor product = multiply_with_flags(matrix_of(buffers_[gemm.lhs.buffer], gemm.lhs, gemm.m, gemm.k),
                                                  matrix_of(buffers_[gemm.rhs.buffer], gemm.rhs, gemm.k, gemm.n),
                                                  buffers_[flags.range.buffer], flags.first);
   buffers_[gemm.dst.buffer] = flat_view(product, 0, product.numel());

@@ -1,4 +1,4 @@
-// The transfers of an Execution.
+// The functions of an Execution that start transfers and wait for them.
 #include "runtime/execution.h"
 #include "runtime/flat.h"
 #include "runtime/side_stream.h"
@@ -11,7 +11,7 @@ at::Tensor Execution::transfer_view(const BufferRange& range) const {
                                       : this->range(range);
 }
 
-// On devices with streams, the current stream waits for the transfer, which the backend may run on another stream. If
+// On devices with streams the backend may run the transfer on a stream of its own; the current stream waits for it. If
 // the current stream is a side stream, the home stream waits only at the Wait instruction (Execution::wait).
 void Execution::start_transfer(const Operation& operation, int index) {
   ++num_under_way_;
@@ -33,20 +33,20 @@ void Execution::start_transfer(const Operation& operation, int index) {
   if (traces) spans_[index].stop_at(record_event(device_, true));
 }
 
-// The side stream first waits for the instructions that touch the transfer's memory (program/order.h). If the
-// transfer allocates memory, earlier work on the current stream, even of other programs, may still use that memory.
-// Then the side stream waits for all earlier work on the current stream.
+// The side stream first waits for the instructions that use the transfer's memory (program/order.h). If the transfer
+// allocates memory, it waits for all earlier work on the current stream instead, because that work, even of other
+// programs, may still use this memory.
 void Execution::enter_side_stream(std::optional<SideStreamGuard>& side, int transfer) const {
   const bool allocates = !compiled_.lifetimes().begins[transfer].empty();
-  const int order = compiled_.order_of(transfer);
+  const int predecessor = compiled_.predecessor_of(transfer);
   if (allocates) {
     side.emplace(device_, SideStream::kTransfers);
   } else {
-    side.emplace(device_, SideStream::kTransfers, order < 0 ? *begin_event_ : *order_events_[order]);
+    side.emplace(device_, SideStream::kTransfers, predecessor < 0 ? *begin_event_ : *predecessor_events_[predecessor]);
   }
 }
 
-// Groups get flat views of the buffers. Message::peer and the counts are in the order of the group's ranks.
+// Transports get flat views of the buffers. Peers are ranks in the group, and counts are in the order of these ranks.
 void Execution::transfer(const Operation& operation, int index) {
   match(
       operation,
@@ -83,7 +83,7 @@ void Execution::transfer(const Operation& operation, int index) {
       [](const Wait&) { check_invariant(false, "a Wait is run as a transfer"); });
 }
 
-// Counts become bytes if the data is sent as bytes.
+// The counts are converted to bytes if the data is sent as bytes.
 void Execution::all_to_all(const AllToAll& move, int index) {
   at::Tensor src = transfer_view(move.src);
   at::Tensor dst = transfer_view(move.dst);
@@ -97,8 +97,8 @@ void Execution::all_to_all(const AllToAll& move, int index) {
   works_[index] = {groups_[move.group]->all_to_all(dst, src, std::move(receive_counts), std::move(send_counts))};
 }
 
-// The parts of all ranks are next to each other in src and dst, in the order of the group. Empty parts are not sent,
-// and this rank's own part is copied.
+// In src and dst, the parts of all ranks are consecutive, in the order of the group. Empty parts are not sent, and this
+// rank's own part is copied.
 void Execution::send_all_to_all(const AllToAll& move, int index) {
   std::vector<Message> sends;
   std::vector<Message> receives;

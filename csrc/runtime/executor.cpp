@@ -17,8 +17,8 @@
 namespace shardwright {
 namespace {
 
-// The Work of an asynchronous program, for AsyncCollectiveTensor. It is complete at the end of the program. Warns if
-// the program has failed and nobody waited.
+// The Work of an asynchronous program, for PyTorch's AsyncCollectiveTensor. It is done at the end of the program. Its
+// destructor warns if the program has failed and nobody has waited for it.
 class ExecutionWork : public c10d::Work {
  public:
   ExecutionWork(std::shared_ptr<Execution> execution, const at::Tensor& output)
@@ -58,7 +58,7 @@ at::Device device_of(c10::ArrayRef<at::Tensor> tensors) {
   return tensors.empty() ? at::Device(at::kCPU) : tensors[0].device();
 }
 
-// Returns a tensor on another device, without a gradient.
+// Returns a copy of a tensor on another device, without a gradient.
 at::Tensor copied_to(const at::Tensor& tensor, at::Device device) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   return tensor.to(device);

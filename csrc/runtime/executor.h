@@ -1,21 +1,23 @@
 // Runs a rank's program over groups of ranks (transport.h). docs/architecture/runtime.md tabulates the states of a
 // program. An Execution (execution.h) is one run; it defines home stream, destination and completion.
 //
-// The threads that run the instructions of a program
-//   Synchronous:            the calling thread, to the end.
-//   Asynchronous, streams:  the calling thread submits the whole program to the device before the call returns.
-//   Asynchronous, CPU:      the calling thread, up to the first Wait; then the progress thread (progress.h), and any
-//                           thread that waits. The program finishes even if nobody waits.
+// Threads. The instructions of a program are run by:
+//
+//   call                    thread
+//   synchronous             the calling thread
+//   asynchronous, streams   the calling thread, which submits all of them to the device before the call returns
+//   asynchronous, CPU       the calling thread up to the first Wait; then the progress thread (progress.h) and threads
+//                           that wait. The program finishes even if nobody waits
 //
 // Order of collectives. Before a program starts its communications, all earlier programs that share a group with it (on
 // devices with streams: all earlier programs on the device) start all of theirs (issue_order.h). So on every rank, our
 // collectives start on each group in the order in which programs were started, no matter when a rank waits. On CPU,
 // threads whose programs share no group do not wait for each other.
 //
-// Collectives of other code on the same groups are matched with ours by their sequence number in the group. A
-// collective that the progress thread starts would have different numbers on different ranks. So on CPU, asynchronous
-// programs send exchanges as messages, which need no number, and a call with native collectives returns once these have
-// started.
+// Process groups match the collectives of different ranks by their sequence number in the group, and other code may
+// start collectives on the same groups. A collective that the progress thread starts could have different numbers on
+// different ranks. So on CPU, asynchronous programs send exchanges as messages, which have no number, and an
+// asynchronous call returns only after it has started the program's native collectives.
 //
 // Inputs. Once an asynchronous call has returned, the caller may write to its input. On CPU the program no longer reads
 // the input: it has copied what it needs later. On other devices packing and copying run on the caller's stream, before
@@ -27,8 +29,8 @@
 // asynchronous programs that nobody has waited for. The completion of an asynchronous program runs on a second side
 // stream; a wait makes the waiting thread's current stream wait for the end of the completion. The host never waits.
 //
-// Memory is allocated on the home stream. It is freed once the home stream waits for everything that used it. If nobody
-// waits, the allocator is told which streams used it.
+// Memory is allocated on the home stream. It is freed once the home stream waits for all work that uses it. If nobody
+// waits, the allocator is told which streams use it.
 //
 // Failures. A transfer that fails or times out raises an error on this rank that names rank, plan, step and group. The
 // input is never written.
@@ -48,9 +50,9 @@ namespace shardwright {
 
 class Execution;
 
-// Runs a program with one input, which must have the program's shape and dtype, and may have any strides. Returns a new
-// tensor, or `input` itself if there is nothing to do. Throws c10::ValueError on another shape or element size, with
-// nothing sent.
+// Runs a program with one input and one output. The input may have any strides. Returns a new tensor, or `input` itself
+// if the program has nothing to do. Throws c10::ValueError, before anything is sent, if the input has another shape or
+// element size than the program's.
 at::Tensor run(const ExecutablePtr& executable, const at::Tensor& input);
 
 // Like `run`, but writes to `out`, which must be contiguous and have the output's shape and the input's dtype and
@@ -74,8 +76,9 @@ std::vector<at::Tensor> run_all(const ExecutablePtr& executable, c10::ArrayRef<a
 std::shared_ptr<Execution> start_all(const ExecutablePtr& executable, c10::ArrayRef<at::Tensor> tensors,
                                      const at::Tensor& token);
 
-// Like `run`, but returns once the first communication is under way. The Work is null if nothing is pending.
-// `input_may_change`: true if the caller may write to `input` before the Work is done.
+// Like `run`, but returns once the first transfers are under way. Returns the output, and a Work that is done once the
+// output is complete; the Work is null if the output is complete already. `input_may_change`: true if the caller may
+// write to `input` before the Work is done.
 std::pair<at::Tensor, WorkPtr> start(const ExecutablePtr& executable, const at::Tensor& input,
                                      bool input_may_change = true);
 

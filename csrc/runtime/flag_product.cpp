@@ -9,21 +9,23 @@
 namespace shardwright {
 namespace {
 
-// Operators of PyTorch.
+// Names of PyTorch's operators.
 constexpr const char* kProduct = "symm_mem::_async_input_mm";
 constexpr const char* kSetFlag = "symm_mem::stream_write_value32_";
 
+// Returns the functions that are registered for a type of device; null if none are.
 FlagSupport& support_of(c10::DeviceType device) {
   static std::array<FlagSupport, c10::COMPILE_TIME_MAX_DEVICE_TYPES> all;
   return all[static_cast<size_t>(device)];
 }
 
-// Returns an operator for boxed calls: torch versions register its kernel with different C++ signatures.
+// Returns an operator of PyTorch; nothing if this torch lacks it. Callers use boxed calls, because torch versions
+// register the kernels with different C++ signatures.
 std::optional<c10::OperatorHandle> operator_named(const char* name) {
   return c10::Dispatcher::singleton().findSchema({name, ""});
 }
 
-// True if this torch has an operator for a type of device.
+// True if this torch has a kernel of an operator for a type of device.
 bool has_kernel(const char* name, c10::Device device) {
   const auto key = device.is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::PrivateUse1;
   const auto op = operator_named(name);
@@ -50,7 +52,7 @@ void set_flag(const at::Tensor& flags, int64_t index) {
   operator_named(kSetFlag)->callBoxed(stack);
 }
 
-at::Tensor multiply_as_flagged(const at::Tensor& lhs, const at::Tensor& rhs, const at::Tensor& flags, int64_t first) {
+at::Tensor multiply_with_flags(const at::Tensor& lhs, const at::Tensor& rhs, const at::Tensor& flags, int64_t first) {
   torch::jit::Stack stack{lhs, rhs, flags, first};
   operator_named(kProduct)->callBoxed(stack);
   return stack.at(0).toTensor();

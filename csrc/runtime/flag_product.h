@@ -1,6 +1,7 @@
-// Products that wait for a flag of each chunk of their left operand, by PyTorch's operator for symmetric memory
-// (symm_mem::_async_input_mm). On CUDA it is one persistent CUTLASS kernel for compute capability 9.0, which may occupy
-// every multiprocessor while it waits. So its flags must not depend on any other kernel.
+// Products that wait, for each chunk of their left operand, until a flag says that the chunk has arrived. They use
+// PyTorch's operator for symmetric memory, symm_mem::_async_input_mm. On CUDA it is one persistent CUTLASS kernel for
+// compute capability 9.0, which may occupy every multiprocessor while it waits. So nothing that sets a flag may need a
+// kernel.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,24 +13,25 @@
 
 namespace shardwright {
 
-// Returns why this device has no such products, or nothing if it has them.
+// Returns the reason why a device has no such products; nothing if it has them.
 std::optional<std::string> why_no_flag_products(c10::Device device);
 
-// Sets a flag to 1 after the work that the current stream has been given. On CUDA the stream itself does it, without a
-// kernel.
+// Makes the current stream set flags[index] to 1 after its work so far. On CUDA this needs no kernel.
 void set_flag(const at::Tensor& flags, int64_t index);
 
-// Returns lhs x rhs, computed on the current stream: bfloat16 matrices, lhs row-major, rhs row-major or column-major.
-// lhs has one chunk of rows per flag. Chunk `first` is multiplied first; a chunk is read once its flag is not 0.
-at::Tensor multiply_as_flagged(const at::Tensor& lhs, const at::Tensor& rhs, const at::Tensor& flags, int64_t first);
+// Returns lhs x rhs, computed on the current stream. Both are bfloat16 matrices; lhs is row-major, rhs row-major or
+// column-major. The rows of lhs are divided into one chunk per flag, of equal size. A chunk is read once its flag is
+// not 0. Chunk `first` is multiplied first.
+at::Tensor multiply_with_flags(const at::Tensor& lhs, const at::Tensor& rhs, const at::Tensor& flags, int64_t first);
 
-// The functions of one type of device, in a file that is built only with its toolkit.
+// The functions of one type of device, in a file that is built only with the device's toolkit.
 struct FlagSupport {
-  // Returns why a device has no products that wait for flags, or nothing if it has them.
+  // Returns the reason why a device has no products that wait for flags; nothing if it has them.
   std::optional<std::string> (*why_not)(c10::Device device) = nullptr;
-  // Queries an event, on any thread, also while another thread captures a graph.
+  // Returns true once the device has passed an event. Any thread may call it, also while another one captures a graph.
   bool (*is_done)(const c10::Event& event) = nullptr;
 };
+// Registers the functions of a type of device. Returns true.
 bool register_flag_support(c10::DeviceType device, const FlagSupport& support);
 
 // Returns true once the device has passed an event. Any thread may call it.
