@@ -11,14 +11,14 @@
 
 namespace shardwright {
 
-void IssueOrder::issue(const std::shared_ptr<Execution>& run, const std::function<void()>& advance) {
+void IssueOrder::issue(const std::shared_ptr<Execution>& run, const std::function<void()>& start) {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
-  issue(advance);
+  issue(start);
   if (!run->all_transfers_started()) pending_.push_back(run);
 }
 
 void IssueOrder::issue_on(c10::ArrayRef<RankGroupPtr> groups, const std::shared_ptr<Execution>& run,
-                          const std::function<void()>& advance) {
+                          const std::function<void()>& start) {
   c10::SmallVector<IssueOrder*, 4> orders;
   for (const RankGroupPtr& group : groups) orders.push_back(&issue_order_of(*group));
   std::sort(orders.begin(), orders.end());  // locks are acquired in one order, so that threads cannot deadlock
@@ -26,7 +26,7 @@ void IssueOrder::issue_on(c10::ArrayRef<RankGroupPtr> groups, const std::shared_
   c10::SmallVector<std::unique_lock<std::recursive_mutex>, 4> locks;
   for (IssueOrder* order : orders) locks.emplace_back(order->mutex_);
   for (IssueOrder* order : orders) order->drain();
-  advance();
+  start();
   if (run->all_transfers_started()) return;
   for (IssueOrder* order : orders) order->pending_.push_back(run);
 }
@@ -75,7 +75,8 @@ void IssueOrder::wait_for_last_run(c10::Stream stream) {
   StreamEvent(*last_stream_).block(stream);
 }
 
-// All asynchronous programs end on one side stream. This stream must wait for it even if another stream already has.
+// All asynchronous runs end on one side stream. Each stream must wait for it, even if another stream has done so
+// already.
 void IssueOrder::wait_for_asynchronous_runs(c10::Stream stream) {
   int64_t& waited_for = num_waited_for_[stream.id()];
   if (waited_for == num_asynchronous_runs_) return;
@@ -114,7 +115,7 @@ IssueOrder& issue_order_of(const at::Device& device) {
   return *order;
 }
 
-// A new group at the address of a destroyed one gets its IssueOrder, on which nothing is pending any more.
+// A new group at the address of a destroyed group gets the IssueOrder of that group, in which no run is pending.
 IssueOrder& issue_order_of(const RankGroup& group) {
   static std::mutex mutex;
   static auto* orders = new std::unordered_map<const RankGroup*, std::unique_ptr<IssueOrder>>;  // outlives threads

@@ -1,4 +1,4 @@
-// Shows names to profilers of the current thread.
+// Ranges of time that PyTorch's profilers show.
 #pragma once
 
 #include <ATen/record_function.h>
@@ -8,8 +8,8 @@
 
 namespace shardwright {
 
-// Shows one name at a time: each from its show() until the next show() or the end. Costs almost nothing unless a
-// profiler runs.
+// Shows a name to the profilers of the current thread: from show() until the next show() or the destruction. Costs
+// almost nothing unless a profiler runs.
 class ProfilerRange {
  public:
   ProfilerRange() = default;
@@ -17,6 +17,7 @@ class ProfilerRange {
     if (is_wanted()) show(name);
   }
 
+  // True if a profiler runs.
   static bool is_wanted() { return at::hasCallbacks(); }
 
   void show(const std::string& name) {

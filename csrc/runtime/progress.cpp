@@ -20,6 +20,7 @@ constexpr std::chrono::milliseconds kMaxIdle{50};
 // The queue of programs, and the progress thread that runs them. docs/architecture/runtime.md has its states.
 class Progress {
  public:
+  // Queues a program, and starts the thread if it does not run.
   void add(std::shared_ptr<Execution> execution) {
     const std::lock_guard<std::mutex> lock(mutex_);
     queue_.push_back(std::move(execution));
@@ -30,7 +31,7 @@ class Progress {
     changed_.notify_all();
   }
 
-  // Returns true if all programs were finished in time. After that no program is run.
+  // See finish_programs.
   bool stop(double timeout_seconds) {
     std::unique_lock<std::mutex> lock(mutex_);
     const bool is_done = changed_.wait_for(lock, std::chrono::duration<double>(timeout_seconds),
@@ -59,7 +60,7 @@ class Progress {
     is_running_ = false;
   }
 
-  // Runs a program until it ends or fails, or until stop().
+  // Runs a program until it ends, fails or stop() is called.
   void finish(Execution& run) const {
     try {
       while (!run.finished() && !is_stopped_) run.run_next();
@@ -73,7 +74,7 @@ class Progress {
   std::condition_variable changed_;
   std::deque<std::shared_ptr<Execution>> queue_;
   bool is_running_ = false;
-  bool is_busy_ = false;  // runs a program that is no longer in queue_
+  bool is_busy_ = false;  // the thread runs a program that is no longer in queue_
   std::atomic<bool> is_stopped_{false};
 };
 

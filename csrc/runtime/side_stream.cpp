@@ -17,9 +17,10 @@ namespace {
 constexpr int kMaxDevices = 128;           // device indices are of 8 bits
 constexpr size_t kMaxPooledEvents = 1024;  // per device; more are in use at a time only by very long programs
 
-// Unused device events, by device, kept for the next StreamEvent.
+// Unused device events, by device, for later StreamEvents.
 class EventPool {
  public:
+  // Removes an unused event of the device and returns it, or a new event if there is none.
   std::unique_ptr<c10::Event> take(c10::Device device) {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
@@ -34,6 +35,7 @@ class EventPool {
     return std::make_unique<c10::Event>(device.type(), c10::EventFlag::PYTORCH_DEFAULT);
   }
 
+  // Adds an unused event, or destroys it if there are many.
   void put_back(std::unique_ptr<c10::Event> event) {
     const std::lock_guard<std::mutex> lock(mutex_);
     std::vector<std::unique_ptr<c10::Event>>& unused = unused_.at(event->device_index());
@@ -53,7 +55,7 @@ EventPool& event_pool() {
   return *pool;
 }
 
-// The registered functions, by type of device.
+// Returns the registered functions, by type of device; null if none.
 std::array<CaptureQuery, c10::COMPILE_TIME_MAX_DEVICE_TYPES>& capture_queries() {
   static std::array<CaptureQuery, c10::COMPILE_TIME_MAX_DEVICE_TYPES> queries{};
   return queries;

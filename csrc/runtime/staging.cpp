@@ -20,11 +20,11 @@ constexpr size_t kHugePageBytes = size_t{2} << 20;
 // Minimum size of tensors for which huge pages are requested.
 constexpr size_t kHugeTensorBytes = 4 * kHugePageBytes;
 
-// The cached blocks of memory, by size. A request takes the smallest block that is large enough, unless the block is
-// more than twice as large.
+// The cached blocks of memory. A request gets the smallest block that is large enough, unless that block is more than
+// twice as large as requested.
 class StagingCache {
  public:
-  // Removes a block for a request and returns it; null if none fits.
+  // Removes a block for a request of this size and returns it; null if none fits.
   c10::Storage take(int64_t bytes) {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto found = blocks_.lower_bound(bytes);
@@ -35,7 +35,7 @@ class StagingCache {
     return taken;
   }
 
-  // Adds a block. Makes room by freeing the smallest blocks.
+  // Adds a block of at most kMaxCachedBytes. Frees the smallest blocks if the cache would exceed that size.
   void put(c10::Storage block) {
     const auto size = static_cast<int64_t>(block.nbytes());
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -60,7 +60,7 @@ class StagingCache {
 
  private:
   mutable std::mutex mutex_;
-  std::multimap<int64_t, c10::Storage> blocks_;
+  std::multimap<int64_t, c10::Storage> blocks_;  // by size in bytes
   int64_t total_bytes_ = 0;
 };
 

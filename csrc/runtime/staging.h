@@ -1,8 +1,8 @@
-// A cache of memory for temporaries on CPU.
+// Memory for temporaries on CPU (*staging memory*), with a cache.
 //
-// Fresh pages are expensive: page faults took most of the time of a large sum on Gloo. So the memory of large
-// temporaries is kept for the next run, up to kMaxCachedBytes in total, and new memory uses huge pages. On other
-// devices PyTorch's caching allocator does this.
+// New pages are expensive: page faults took most of the time of a large sum on Gloo. So the memory of large temporaries
+// is cached for later runs, up to kMaxCachedBytes in total, and new memory uses huge pages. On other devices PyTorch's
+// allocator caches memory.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,17 +14,21 @@ namespace shardwright {
 constexpr int64_t kMinCachedBytes = int64_t{1} << 20;    // smaller temporaries are not cached
 constexpr int64_t kMaxCachedBytes = int64_t{256} << 20;  // maximum size of the cache
 
-// Returns a flat tensor of `count` elements with undefined content. All functions here are thread-safe.
+// Returns a flat tensor of `count` elements with undefined content, on CPU from the cache if possible. All functions
+// here are thread-safe.
 at::Tensor allocate_staging(int64_t count, const at::TensorOptions& options);
 
-// Returns a tensor of allocate_staging to the cache. Nothing, including transfers, may read or write it any more.
+// Gives the memory of a tensor from allocate_staging back to the cache. Nothing, including transfers, may use the
+// tensor any more. Does nothing for undefined tensors and for other devices.
 void return_staging(const at::Tensor& staging);
 
-// Returns the size of the cached memory that is not in use.
+// Returns the size of the cached memory, in which memory in use is not included.
 int64_t cached_staging_bytes();
-void release_staging();  // frees the cached memory; memory in use is cached again later
+// Frees the cached memory. Memory in use is cached when it is returned.
+void release_staging();
 
-// Requests huge pages for a large CPU tensor that nobody has written yet, as PyTorch does under THP_MEM_ALLOC_ENABLE.
+// Requests huge pages for a CPU tensor of at least 8 MiB that was not written yet, as PyTorch does if
+// THP_MEM_ALLOC_ENABLE is set. Does nothing for other tensors.
 void prefer_huge_pages(const at::Tensor& fresh);
 
 }  // namespace shardwright
