@@ -13,7 +13,7 @@
 namespace shardwright {
 namespace {
 
-// The deleter of arena views' memory: drops the reference to the arena. Its address also identifies arena views.
+// The deleter of arena views' memory: deletes a reference to the arena. Its address also identifies arena views.
 void drop_arena(void* arena) { delete static_cast<c10::Storage*>(arena); }
 
 // Returns a tensor's data pointer; it is null after release_memory.
@@ -76,8 +76,7 @@ at::Tensor on_arena(const at::Tensor& tensor) {
   if (arena == nullptr) return tensor;
   const auto item_bytes = static_cast<int64_t>(tensor.element_size());
   const auto begin = static_cast<const char*>(tensor.storage().data()) - static_cast<const char*>(arena->data());
-  // The division is exact: the arena has its allocator's alignment, and a view begins at a multiple of its element
-  // size.
+  // The division is exact: view_arena requires an offset that is a multiple of the element size.
   return at::empty({0}, tensor.options())
       .set_(*arena, begin / item_bytes + tensor.storage_offset(), tensor.sizes(), tensor.strides());
 }

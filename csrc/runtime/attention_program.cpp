@@ -7,15 +7,15 @@
 namespace shardwright {
 namespace {
 
-// Returns dtype and sizes, such as bfloat16[2, 16, 8192, 128]: batch, heads, length and depth. Keys and values of other
-// sizes follow.
+// Returns dtype, batch, heads, length and depth, such as "bfloat16[2, 16, 8192, 128]", followed by the length of keys
+// and the depth of values if they differ.
 std::string sizes_text(const Attention& a) {
   return concat(a.dtype.name(), "[", a.batch, ", ", a.heads, ", ", a.length(), ", ", a.depth, "]",
                 a.key_parts.empty() ? "" : concat(" to ", a.keys_are_whole ? "all " : "", a.key_length(), " keys"),
                 a.value_depth == a.depth ? "" : concat(" to values of depth ", a.value_depth));
 }
 
-// The origin of an attention or of its backward. It keeps the attention as bytes, and decodes them on each call.
+// The origin of an attention or of its backward. It stores the attention as bytes, and decodes them on each call.
 class AttentionOrigin : public Origin {
  public:
   explicit AttentionOrigin(std::string bytes) : bytes_(std::move(bytes)) {}

@@ -16,9 +16,10 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// The products under watch, and the thread that checks each one at its deadline.
+// The products to check, and the thread that checks each one at its deadline.
 class Watch {
  public:
+  // Adds a product (see watch_product), and starts the thread at the first call.
   void add(c10::Event end, std::chrono::milliseconds timeout, std::function<std::string()> make_message) {
     const std::lock_guard<std::mutex> lock(mutex_);
     remove_ended();
@@ -31,11 +32,11 @@ class Watch {
   struct Product {
     c10::Event end;
     Clock::time_point deadline;
-    std::chrono::milliseconds timeout;          // for the message
-    std::function<std::string()> make_message;  // returns the message
+    std::chrono::milliseconds timeout;  // for the message
+    std::function<std::string()> make_message;
   };
 
-  // True if the device has finished a product, or has failed.
+  // True if the device has finished a product or has failed.
   static bool has_ended(const Product& product) {
     try {
       return is_done(product.end);
@@ -44,11 +45,12 @@ class Watch {
     }
   }
 
+  // Removes the products that have ended.
   void remove_ended() {
     products_.remove_if([](const Product& product) { return has_ended(product); });
   }
 
-  // The thread: sleeps until the next deadline, and never ends.
+  // The body of the thread: checks products at their deadlines, forever.
   void run() {
     std::unique_lock<std::mutex> lock(mutex_);
     while (true) {
@@ -67,6 +69,7 @@ class Watch {
     }
   }
 
+  // Writes the error message of a product and aborts the process.
   [[noreturn]] static void end_process(const Product& product) {
     std::cerr << product.make_message() << "\nIt was submitted " << product.timeout.count()
               << " ms ago, which is the timeout of its group. The process ends, because the device would wait forever."

@@ -1,8 +1,8 @@
-// Detects products that wait for a flag that nobody sets.
+// Detects products that wait for a flag that is never set.
 //
-// Such a product cannot be ended from outside, and the host does not wait for it. So a thread checks, once the timeout
-// has passed since a product was submitted, whether the device has finished it. If not, the thread writes a message to
-// standard error and aborts the process, as NCCL's watchdog does for collectives.
+// Such a product cannot be stopped, and the host does not wait for it. So a thread checks each product once the timeout
+// has passed since its submission. If the device has not finished the product, the thread writes a message to standard
+// error and aborts the process, as NCCL's watchdog does for collectives.
 #pragma once
 
 #include <c10/core/Event.h>
@@ -13,8 +13,8 @@
 
 namespace shardwright {
 
-// Checks a product once `timeout` has passed; a timeout of 0 means no check. `end`: an event recorded after the
-// product. `make_message`: returns the message for a product that has not ended; it is called at most once.
+// Registers a product for a check once `timeout` has passed; 0 means no check. `end`: an event recorded after the
+// product. `make_message`: returns the error message; it is called only if the product has not ended.
 void watch_product(c10::Event end, std::chrono::milliseconds timeout, std::function<std::string()> make_message);
 
 }  // namespace shardwright

@@ -1,4 +1,4 @@
-// Creates flat tensors over existing memory without the dispatcher, which would cost more than a small copy.
+// Creates 1-D views of tensors without the dispatcher, which would take longer than a small copy.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -7,14 +7,14 @@
 
 namespace shardwright {
 
-// Returns a view of `count` elements from element `offset` on. `base` is flat, or contiguous of any shape. The view
-// takes no part in autograd and shares no version counter.
+// Returns a 1-D view of `count` elements of `base` from element `offset` on. `base` is contiguous, of any shape. The
+// view is invisible to autograd and has its own version counter.
 at::Tensor flat_view(const at::Tensor& base, int64_t offset, int64_t count);
 
-// Like flat_view, but as uint8; `offset` and `count` are still in elements of `base`.
+// Like flat_view, but returns the bytes as uint8. `offset` and `count` are in elements of `base`.
 at::Tensor flat_bytes(const at::Tensor& base, int64_t offset, int64_t count);
 
-// Returns flat bytes as elements of another dtype. Bytes at the end that do not fill an element are left out.
+// Returns a view of flat bytes as elements of `dtype`. Bytes at the end that do not fill an element are left out.
 at::Tensor flat_elements(const at::Tensor& bytes, at::ScalarType dtype);
 
 }  // namespace shardwright

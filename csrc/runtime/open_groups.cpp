@@ -8,22 +8,24 @@
 namespace shardwright {
 namespace {
 
-// The mangled name of a protected member of c10d::ProcessGroupNCCL, in which PyTorch counts, by thread, the groups that
-// it opens with ncclGroupStart. The class's header needs NCCL's header; the symbol exists wherever the class does.
-// ("nccl2" of torch 2.15 opens no group before a batch ends.)
-constexpr const char* kCounterOfTorch = "_ZN4c10d16ProcessGroupNCCL23ncclActiveGroupCounter_E";
+// The mangled name of a protected, thread-local member of c10d::ProcessGroupNCCL, which counts the groups that PyTorch
+// has opened with ncclGroupStart. It is looked up by name, because the class's header needs NCCL's header. ("nccl2" of
+// torch 2.15 opens no group before a batch ends.)
+constexpr const char* kOpenGroupCounterSymbol = "_ZN4c10d16ProcessGroupNCCL23ncclActiveGroupCounter_E";
 
-int64_t groups_open_in_nccl() {
-  thread_local const auto* const open = static_cast<const uint64_t*>(dlsym(RTLD_DEFAULT, kCounterOfTorch));
+// Returns the number of groups that PyTorch has open on this thread; 0 if this torch has no NCCL.
+int64_t num_open_nccl_groups() {
+  thread_local const auto* const open = static_cast<const uint64_t*>(dlsym(RTLD_DEFAULT, kOpenGroupCounterSymbol));
   return open == nullptr ? 0 : static_cast<int64_t>(*open);
 }
 
+// Returns the registered queries, by type of device; null if none.
 std::array<OpenGroupsQuery, c10::COMPILE_TIME_MAX_DEVICE_TYPES>& queries() {
   static std::array<OpenGroupsQuery, c10::COMPILE_TIME_MAX_DEVICE_TYPES> all{};
   return all;
 }
 
-const bool kRegistered = register_open_groups_query(c10::DeviceType::CUDA, groups_open_in_nccl);
+const bool kRegistered = register_open_groups_query(c10::DeviceType::CUDA, num_open_nccl_groups);
 
 }  // namespace
 

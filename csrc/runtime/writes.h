@@ -1,4 +1,4 @@
-// Detects writes to a tensor that its version counter does not show.
+// Hashes of tensors, which detect writes that a tensor's version counter does not show.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -7,8 +7,8 @@
 
 namespace shardwright {
 
-// Returns a hash of a tensor's content. On CPU it covers all bytes. On other devices it is computed from three sums of
-// the elements' bits, and the host waits for them.
+// Returns a hash of a tensor's content. On CPU it covers all bytes. On other devices it is the hash of three sums of
+// the content, viewed as integers, and the host waits for the sums.
 uint64_t fingerprint_of(const at::Tensor& tensor);
 
 }  // namespace shardwright
