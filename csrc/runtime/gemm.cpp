@@ -23,46 +23,48 @@ DeviceGemms& device_gemms(at::DeviceType device) {
   return gemms[static_cast<size_t>(device)];
 }
 
-std::atomic<int>& carveout() {
+// Returns the value of sm_carveout().
+std::atomic<int>& sm_carveout_setting() {
   static std::atomic<int> sms{0};
   return sms;
 }
 
-std::atomic<bool>& accumulates_fast() {
+// Returns the value of fast_accumulation().
+std::atomic<bool>& fast_accumulation_setting() {
   static std::atomic<bool> is_fast{false};
   return is_fast;
 }
 
-// Returns a matrix in a buffer. A dim of one element gets the stride of a dense matrix, because ATen passes strides on
-// as leading dimensions.
-at::Tensor view(const at::Tensor& buffer, const Matrix& matrix, int64_t rows, int64_t columns) {
+// Returns a view of a matrix in a buffer. A dim of one element gets the stride of a dense matrix, because ATen passes
+// strides to BLAS as leading dimensions.
+at::Tensor matrix_view(const at::Tensor& buffer, const Matrix& matrix, int64_t rows, int64_t columns) {
   const int64_t row_stride =
       rows == 1 ? std::max(matrix.row_stride, columns * matrix.column_stride) : matrix.row_stride;
   const int64_t column_stride = columns == 1 ? std::max(matrix.column_stride, rows * row_stride) : matrix.column_stride;
   return at::as_strided(buffer, {rows, columns}, {row_stride, column_stride}, buffer.storage_offset() + matrix.offset);
 }
 
-// Returns a batch of matrices in a buffer: [count, rows, columns].
+// Returns a view of a batch of matrices in a buffer: [count, rows, columns].
 at::Tensor batch_view(const at::Tensor& buffer, const Matrix& matrix, int64_t count, int64_t batch_stride, int64_t rows,
                       int64_t columns) {
   return at::as_strided(buffer, {count, rows, columns}, {batch_stride, matrix.row_stride, matrix.column_stride},
                         buffer.storage_offset() + matrix.offset);
 }
 
-// dst = lhs x rhs + bias, or dst += lhs x rhs if `accumulates`. The bias may be undefined. Operands of another dtype
-// than dst are cast if ATen has no such product.
+// Computes dst = lhs x rhs + bias, or dst += lhs x rhs if `accumulates`. The bias may be undefined. If ATen has no
+// product of the operands' dtype into dst's, the operands are cast.
 void multiply_matrices(const at::Tensor& lhs, const at::Tensor& rhs, at::Tensor dst, bool accumulates,
                        const at::Tensor& bias) {
-  const at::Tensor& added = accumulates ? dst : bias;
+  const at::Tensor& addend = accumulates ? dst : bias;
   if (dst.scalar_type() == lhs.scalar_type()) {
-    if (added.defined()) {
-      at::addmm_out(dst, added, lhs, rhs);
+    if (addend.defined()) {
+      at::addmm_out(dst, addend, lhs, rhs);
     } else {
       at::mm_out(dst, lhs, rhs);
     }
   } else if (dst.device().is_cuda()) {  // ATen's products have an out_dtype only on CUDA
-    if (added.defined()) {
-      at::addmm_out(dst, added.to(dst.scalar_type()), lhs, rhs, dst.scalar_type());
+    if (addend.defined()) {
+      at::addmm_out(dst, addend.to(dst.scalar_type()), lhs, rhs, dst.scalar_type());
     } else {
       at::mm_out(dst, lhs, rhs, dst.scalar_type());
     }
@@ -72,7 +74,7 @@ void multiply_matrices(const at::Tensor& lhs, const at::Tensor& rhs, at::Tensor 
   }
 }
 
-constexpr int64_t kScaledUnit = 16;  // alignment that hardware for 8-bit floats needs, in elements and in bytes
+constexpr int64_t kScaledAlignment = 16;  // that hardware for 8-bit floats requires, in elements and in bytes
 
 bool is_8_bit_float(at::ScalarType dtype) { return dtype == at::kFloat8_e4m3fn || dtype == at::kFloat8_e5m2; }
 
@@ -91,30 +93,31 @@ void check_scaled_dtypes(const at::Tensor& lhs, const at::Tensor& rhs, const at:
                     rhs_scale.scalar_type());
 }
 
-// Returns why a matrix is not aligned for scaled products, or nothing if it is. A line is a row or a column whose
-// elements are next to each other: the matrix has `num_lines` lines of `size` elements. `count` matrices are
+// Returns the reason why a matrix is not aligned for scaled products; nothing if it is. A line is a row or a column
+// whose elements are consecutive: the matrix has `num_lines` lines of `size` elements. `count` matrices are
 // `batch_stride` elements apart.
 std::optional<std::string> why_not_aligned(const char* name, const at::Tensor& buffer, int64_t offset, int64_t size,
                                            int64_t num_lines, int64_t line_stride, int64_t count,
                                            int64_t batch_stride) {
-  const auto is_multiple = [](int64_t n) { return n % kScaledUnit == 0; };
+  const auto is_multiple = [](int64_t n) { return n % kScaledAlignment == 0; };
   if (num_lines > 1 && line_stride < size) return concat(name, " has lines that overlap");
   if (!is_multiple(size) || (num_lines > 1 && !is_multiple(line_stride)) || (count > 1 && !is_multiple(batch_stride))) {
-    return concat(name, " has lines or line strides that are not multiples of ", kScaledUnit, " elements");
+    return concat(name, " has lines or line strides that are not multiples of ", kScaledAlignment, " elements");
   }
   const auto begin = reinterpret_cast<uintptr_t>(buffer.const_data_ptr()) + offset * buffer.element_size();
-  if (begin % kScaledUnit != 0) return concat(name, " does not begin at a multiple of ", kScaledUnit, " bytes");
+  if (begin % kScaledAlignment != 0)
+    return concat(name, " does not begin at a multiple of ", kScaledAlignment, " bytes");
   return std::nullopt;
 }
 
-// Returns one scale for all rows, or one per row, dense and aligned to 16 bytes. Usually the result is a view of the
-// buffer.
+// Returns the scales of `rows` rows, dense and aligned to 16 bytes: one element for all rows, or one per row. Copies
+// the scales only if needed.
 at::Tensor dense_scales(const at::Tensor& buffer, const Scale& scale, int64_t rows) {
   const bool is_one = scale.stride == 0;
   at::Tensor view =
       at::as_strided(buffer, {is_one ? 1 : rows}, {is_one ? 1 : scale.stride}, buffer.storage_offset() + scale.offset)
           .contiguous();
-  const bool is_aligned = is_one || reinterpret_cast<uintptr_t>(view.const_data_ptr()) % kScaledUnit == 0;
+  const bool is_aligned = is_one || reinterpret_cast<uintptr_t>(view.const_data_ptr()) % kScaledAlignment == 0;
   return is_aligned ? view : view.clone();
 }
 
@@ -133,10 +136,10 @@ void multiply_by_casting(const Gemm& gemm, const at::Tensor& lhs, const at::Tens
                          const at::Tensor& rhs_scale, at::Tensor& dst) {
   for (int64_t i = 0; i < gemm.count; ++i) {
     const Gemm unbatched = product_at(gemm, i);
-    at::Tensor product = at::mm(view(lhs, unbatched.lhs, gemm.m, gemm.k).to(at::kFloat),
-                                view(rhs, unbatched.rhs, gemm.k, gemm.n).to(at::kFloat));
+    at::Tensor product = at::mm(matrix_view(lhs, unbatched.lhs, gemm.m, gemm.k).to(at::kFloat),
+                                matrix_view(rhs, unbatched.rhs, gemm.k, gemm.n).to(at::kFloat));
     product.mul_(lhs_scale.unsqueeze(1)).mul_(rhs_scale.unsqueeze(0));
-    at::Tensor to = view(dst, unbatched.dst, gemm.m, gemm.n);
+    at::Tensor to = matrix_view(dst, unbatched.dst, gemm.m, gemm.n);
     if (gemm.accumulates) product.add_(to);
     to.copy_(product);
   }
@@ -162,20 +165,20 @@ void count_cast(const std::string& reason) {
   }
 }
 
-// Computes a product with k = 0: zeros, or the bias.
-void sum_nothing(const Gemm& gemm, at::Tensor& dst, const at::Tensor& bias) {
+// Computes a product with k = 0: dst becomes zeros or the bias, or stays as it is if the product accumulates.
+void multiply_empty(const Gemm& gemm, at::Tensor& dst, const at::Tensor& bias) {
   if (gemm.accumulates) return;
   at::Tensor all = batch_view(dst, gemm.dst, gemm.count, gemm.dst_batch_stride, gemm.m, gemm.n);
-  gemm.bias ? all.copy_(view(bias, *gemm.bias, gemm.m, gemm.n).expand(all.sizes())) : all.zero_();
+  gemm.bias ? all.copy_(matrix_view(bias, *gemm.bias, gemm.m, gemm.n).expand(all.sizes())) : all.zero_();
 }
 
-// Computes the products of a batch one by one, unless ATen's batched products support the batch.
+// Computes a product, or a batch of products: in one call if ATen supports the batch, else one by one.
 void multiply_with_aten(const Gemm& gemm, const at::Tensor& lhs, const at::Tensor& rhs, at::Tensor& dst,
                         const at::Tensor& bias) {
-  const at::Tensor added = gemm.bias ? view(bias, *gemm.bias, gemm.m, gemm.n) : at::Tensor();
-  const bool is_one_call =
-      gemm.count > 1 && !added.defined() && !dst.device().is_cpu() && dst.scalar_type() == lhs.scalar_type();
-  if (is_one_call) {
+  const at::Tensor addend = gemm.bias ? matrix_view(bias, *gemm.bias, gemm.m, gemm.n) : at::Tensor();
+  const bool is_batched =
+      gemm.count > 1 && !addend.defined() && !dst.device().is_cpu() && dst.scalar_type() == lhs.scalar_type();
+  if (is_batched) {
     const at::Tensor a = batch_view(lhs, gemm.lhs, gemm.count, gemm.lhs_batch_stride, gemm.m, gemm.k);
     const at::Tensor b = batch_view(rhs, gemm.rhs, gemm.count, gemm.rhs_batch_stride, gemm.k, gemm.n);
     at::Tensor c = batch_view(dst, gemm.dst, gemm.count, gemm.dst_batch_stride, gemm.m, gemm.n);
@@ -184,23 +187,23 @@ void multiply_with_aten(const Gemm& gemm, const at::Tensor& lhs, const at::Tenso
   }
   for (int64_t i = 0; i < gemm.count; ++i) {
     const Gemm unbatched = product_at(gemm, i);
-    multiply_matrices(view(lhs, unbatched.lhs, gemm.m, gemm.k), view(rhs, unbatched.rhs, gemm.k, gemm.n),
-                      view(dst, unbatched.dst, gemm.m, gemm.n), gemm.accumulates, added);
+    multiply_matrices(matrix_view(lhs, unbatched.lhs, gemm.m, gemm.k), matrix_view(rhs, unbatched.rhs, gemm.k, gemm.n),
+                      matrix_view(dst, unbatched.dst, gemm.m, gemm.n), gemm.accumulates, addend);
   }
 }
 
 }  // namespace
 
-int sm_carveout() { return carveout().load(std::memory_order_relaxed); }
+int sm_carveout() { return sm_carveout_setting().load(std::memory_order_relaxed); }
 
 void set_sm_carveout(int sms) {
   TORCH_CHECK_VALUE(sms >= 0, "sms must be at least 0, got ", sms);
-  carveout() = sms;
+  sm_carveout_setting() = sms;
 }
 
-bool fast_accumulation() { return accumulates_fast().load(std::memory_order_relaxed); }
+bool fast_accumulation() { return fast_accumulation_setting().load(std::memory_order_relaxed); }
 
-void set_fast_accumulation(bool is_fast) { accumulates_fast() = is_fast; }
+void set_fast_accumulation(bool is_fast) { fast_accumulation_setting() = is_fast; }
 
 bool register_device_gemms(at::DeviceType device, const DeviceGemms& gemms) {
   device_gemms(device) = gemms;
@@ -209,7 +212,7 @@ bool register_device_gemms(at::DeviceType device, const DeviceGemms& gemms) {
 
 void multiply(const Gemm& gemm, const at::Tensor& lhs, const at::Tensor& rhs, at::Tensor& dst, const at::Tensor& bias,
               const GemmHints& hints) {
-  if (gemm.k == 0) return sum_nothing(gemm, dst, bias);
+  if (gemm.k == 0) return multiply_empty(gemm, dst, bias);
   const DeviceGemms& gemms = device_gemms(dst.device().type());
   if (gemms.multiply != nullptr && gemms.multiply(gemm, lhs, rhs, dst, bias, hints)) return;
   multiply_with_aten(gemm, lhs, rhs, dst, bias);

@@ -26,11 +26,11 @@
 namespace shardwright {
 namespace {
 
-// Elements that are reduced at a time, so that the accumulators and one block of each part stay in cache.
+// Number of elements in a block. All parts of a block are reduced before the next block, so that its accumulators stay
+// in cache.
 constexpr int64_t kBlock = 2048;
 
-// Reduces the parts, of n elements each, into dst in the order of the parts, and divides by `divisor` unless dst is
-// integral.
+// Reduces parts of n elements each into dst, block by block, and divides by `divisor` unless Item is an integer.
 template <typename Item, typename Accumulator, typename Combine>
 void reduce_blocks(const std::vector<const Item*>& parts, int64_t n, double divisor, Item* dst,
                    const Combine& combine) {
@@ -51,14 +51,14 @@ void reduce_blocks(const std::vector<const Item*>& parts, int64_t n, double divi
   }
 }
 
-// False for dtypes that are not floating.
+// True if a value is NaN; false for integers and bool.
 template <typename T>
 bool is_nan(T value) {
   if constexpr (std::is_floating_point_v<T>) return std::isnan(value);
   return false;
 }
 
-// Reduces with the function for `op`. Throws InvariantError if the dtype does not support it.
+// Reduces parts of n elements each into dst and divides. Throws InvariantError if the dtype does not support `op`.
 template <typename Item>
 void reduce_on_cpu(ReduceOp op, const std::vector<const Item*>& parts, int64_t n, double divisor, Item* dst) {
   using Accumulator = at::opmath_type<Item>;
@@ -92,7 +92,7 @@ void reduce_on_cpu(ReduceOp op, const std::vector<const Item*>& parts, int64_t n
   throw InvariantError(concat("the reduction '", reduce_op_name(op), "' does not support this dtype"));
 }
 
-// out = a op b, in one pass; out may be a.
+// Computes out = a op b, element by element; `out` may be `a`.
 void combine_into(ReduceOp op, const at::Tensor& a, const at::Tensor& b, at::Tensor& out) {
   switch (op) {
     case ReduceOp::kSum:
@@ -121,7 +121,7 @@ void combine_into(ReduceOp op, const at::Tensor& a, const at::Tensor& b, at::Ten
   }
 }
 
-// Returns the parts as one tensor [parts, elements], without a copy if they are contiguous in one tensor.
+// Returns the parts as one tensor [parts, elements]: a view if they are consecutive in one storage, else a copy.
 at::Tensor rows_of(const std::vector<at::Tensor>& parts) {
   const int64_t n = parts[0].numel();
   for (size_t m = 1; m < parts.size(); ++m) {
@@ -131,13 +131,13 @@ at::Tensor rows_of(const std::vector<at::Tensor>& parts) {
   return at::as_strided(parts[0], {static_cast<int64_t>(parts.size()), n}, {n, 1}, parts[0].storage_offset());
 }
 
-// The registered functions, by type of device; null if none.
+// Returns the registered functions, by type of device; null if none.
 std::array<DeviceReduce, at::COMPILE_TIME_MAX_DEVICE_TYPES>& device_reductions() {
   static std::array<DeviceReduce, at::COMPILE_TIME_MAX_DEVICE_TYPES> reductions{};
   return reductions;
 }
 
-// The registered functions, by type of device; null if none.
+// Returns the registered functions, by type of device; null if none.
 std::array<DeviceCopy, at::COMPILE_TIME_MAX_DEVICE_TYPES>& device_copies() {
   static std::array<DeviceCopy, at::COMPILE_TIME_MAX_DEVICE_TYPES> copies{};
   return copies;
@@ -181,7 +181,8 @@ void run_divided(const StridedCopy& copy, double divisor, const at::Tensor& src,
   }
 }
 
-// 16-bit sums that ATen would round in between are computed in one call over the parts as rows.
+// Adding 16-bit parts one after another would round each partial sum. So they are summed in one call, as rows of one
+// tensor.
 void reduce_parts_with_aten(ReduceOp op, const std::vector<at::Tensor>& parts, double divisor, at::Tensor& dst) {
   const bool is_narrow = dst.scalar_type() == at::kHalf || dst.scalar_type() == at::kBFloat16;
   const bool rounds_in_between = is_narrow && (parts.size() > 2 || (parts.size() == 2 && divisor != 1));
