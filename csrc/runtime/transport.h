@@ -1,8 +1,8 @@
-// The interface between the executor and the transports, which carry out the transfers within a group of ranks.
+// The interface of transports, which carry out the transfers within a group of ranks.
 //
 // Each transport has its own folder: c10d/ passes transfers to a process group, peers/ copies between memory that ranks
-// share with each other. Planners read a transport's capabilities and thresholds from its Lowering (cost/lowering.h).
-// No other code outside its folder depends on it.
+// share with each other. Planners know a transport's capabilities and thresholds from its Lowering (cost/lowering.h).
+// Other code depends only on this header.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -25,40 +25,39 @@
 
 namespace shardwright {
 
-// PyTorch's handle of a transfer under way. `wait` throws if the transfer failed.
+// PyTorch's handle of a transfer that was started. `wait` throws if the transfer failed.
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
-// Data that is sent to one other rank, or received from it.
+// Data that is sent to another rank or received from it.
 struct Message {
   int64_t peer = -1;  // rank in the group
   at::Tensor data;    // contiguous
 };
 
-// The transfers of one group of ranks.
+// Starts transfers within one group of ranks.
 //
-// Each method starts a transfer in which all ranks of the group take part, in the same order on all of them. It returns
-// handles to wait for, or null if nothing is left to wait for. Tensors must be contiguous, and must stay alive until
-// the transfer was waited for.
+// All ranks of the group call the methods in the same order. A method returns handles to wait for, or null if the
+// caller need not wait. Tensors must be contiguous, and must stay alive until the wait.
 //
-// On CPU the host carries out transfers, and waiting blocks it. On devices with streams the host never waits: a
-// transfer runs after the work that the current stream was given before the call. Work that the current stream is given
-// after the wait (or after the call, if there is nothing to wait for) runs after the transfer. Replays of a captured
-// graph keep this order.
+// On CPU the host carries out transfers, and a wait blocks it. On devices with streams a wait makes the current stream
+// wait, not the host. A transfer runs after all work that was submitted to the current stream before the call. Work
+// that is submitted to the current stream after the wait (after the call, if there is no handle) runs after the
+// transfer. Replays of a captured graph keep this order.
 //
-// A transfer that cannot be started throws, and the transport can still start the next one. If a transfer fails or
-// times out later, the wait throws where the host carries it out; for devices, see the transport's header.
+// A method throws if the transfer cannot be started; the transport can still start other transfers. If a transfer fails
+// or times out later, its wait throws on CPU; for devices, see the transport's header.
 class Transport {
  public:
   virtual ~Transport() = default;
 
-  // All ranks of the group must call this before the first transfer on a device. It does the setup that needs all
-  // ranks, and is cheap afterwards. Does nothing on CPU. Throws c10::Error, with nothing done, if setup is impossible
-  // now: in a capture, or while a group of calls is open (runtime/open_groups.h).
+  // Does the setup that needs all ranks. All ranks of the group must call it before the first transfer on a device.
+  // Later calls are cheap. Does nothing on CPU. Throws c10::Error, with nothing done, in a graph capture and while a
+  // group of NCCL calls is open (runtime/open_groups.h).
   virtual void connect(c10::Device device) = 0;
 
-  // Every rank contributes `input`, of the same number of elements. `output` has the inputs in the order of ranks.
+  // Writes the inputs of all ranks to `output`, in the order of ranks. All inputs have the same number of elements.
   virtual WorkPtr all_gather(at::Tensor& output, at::Tensor& input) = 0;
-  // Rank r receives part r, of equally many parts as ranks, of the reduction of all inputs.
+  // Reduces the inputs of all ranks. The result is divided into one equal part per rank; rank r receives part r.
   virtual WorkPtr reduce_scatter(at::Tensor& output, at::Tensor& input, ReduceOp op) = 0;
   // Reduces `data` over all ranks, in place.
   virtual WorkPtr all_reduce(at::Tensor& data, ReduceOp op) = 0;
@@ -66,29 +65,31 @@ class Transport {
   // part, in the order of ranks; the parts for and from this rank are included.
   virtual WorkPtr all_to_all(at::Tensor& output, at::Tensor& input, std::vector<int64_t> output_counts,
                              std::vector<int64_t> input_counts) = 0;
-  // Starts a batch of at least one message between this rank and other ranks of the group. Messages between two ranks
-  // are matched by their order, and only with messages sent by this method; other uses of the group do not interfere.
+  // Sends and receives messages, at least one. Messages between two ranks are matched by their order, and only with
+  // messages of this method, so other uses of the group do not interfere. Ranks without messages need not call it.
   virtual std::vector<WorkPtr> send_receive(std::vector<Message>& sends, std::vector<Message>& receives) = 0;
 
-  // An all-gather in two halves (Offer and Fetch in program/instructions.h), which few transports support.
-  // why_no_offers returns why this transport does not support parts of this many bytes. `offer` and `fetch` may be
-  // called only if it returns nothing. Nothing else is started between the halves. `fetch` copies the other ranks'
-  // parts and sets each chunk's flag after its data. It needs no multiprocessor to do so, because a product that waits
-  // for the flags may hold all of them.
-  virtual std::optional<std::string> why_no_offers(c10::Device, int64_t) const {
+  // `offer` and `fetch` are the halves of an all-gather for a product that waits for flags (Offer and Fetch in
+  // program/instructions.h), which few transports support. Returns the reason why this transport does not support them
+  // on a device for parts of this many bytes; nothing if it does, and only then may they be called. No other transfer
+  // is started between the halves.
+  virtual std::optional<std::string> why_no_offers(c10::Device /*device*/, int64_t /*part_bytes*/) const {
     return "its group has no arenas; make them with shardwright.prepare(peer_arena_bytes=...)";
   }
-  // Lets the other ranks read this part.
-  virtual void offer(const at::Tensor&) { check_invariant(false, "the transport does not support Offer and Fetch"); }
-  // Copies the parts of the other ranks into the first tensor, and sets the flags of all chunks in the second one.
-  virtual void fetch(at::Tensor&, const at::Tensor&) {
+  // Makes this rank's part readable by the other ranks.
+  virtual void offer(const at::Tensor& /*input*/) {
     check_invariant(false, "the transport does not support Offer and Fetch");
   }
-  // Returns the time that a rank waits for the other ranks, if the transport itself enforces it; else 0.
+  // Copies the parts of the other ranks to `output`, and sets the flag of each chunk after the chunk's data. Uses no
+  // multiprocessor, because the product that waits for the flags may occupy all of them.
+  virtual void fetch(at::Tensor& /*output*/, const at::Tensor& /*flags*/) {
+    check_invariant(false, "the transport does not support Offer and Fetch");
+  }
+  // Returns the time after which a transfer fails, if the transport itself enforces it; else 0.
   virtual std::chrono::milliseconds timeout() const { return {}; }
 };
 
-// Keeps a group alive and gives access to its transport. False if the group was destroyed.
+// Keeps a group alive and gives access to its transport. Converts to false if the group was destroyed.
 class GroupLease {
  public:
   GroupLease(c10::intrusive_ptr<c10::intrusive_ptr_target> owner, Transport* transport)
@@ -102,12 +103,12 @@ class GroupLease {
   Transport* transport_;
 };
 
-// The group of ranks to which a program is bound. It does not keep the underlying group alive.
+// The group of ranks to which a program is bound. Does not keep the underlying group, such as a process group, alive.
 class RankGroup {
  public:
   using WeakOwner = c10::weak_intrusive_ptr<c10::intrusive_ptr_target>;
 
-  // `owner` lives as long as the group. `transport` is used only through leases.
+  // `owner` is an object that lives as long as the underlying group. `rank` is this rank's index in the group.
   RankGroup(std::string name, int64_t rank, int64_t size, WeakOwner owner, std::unique_ptr<Transport> transport)
       : name_(std::move(name)), rank_(rank), size_(size), owner_(std::move(owner)) {
     replace_transport(std::move(transport));
@@ -119,19 +120,18 @@ class RankGroup {
 
   // True if the underlying group was destroyed.
   bool is_gone() const { return owner_.expired(); }
-  // Returns a lease, which is false if the group was destroyed.
+  // Returns a lease, which converts to false if the group was destroyed.
   GroupLease lease() const { return {owner_.lock(), transport_}; }
 
-  // Replaces the transport for transfers that start from now on. Collective, because different transports cannot
-  // communicate. The previous transport is kept, for existing leases and for transfers that the new one passes on to
-  // it.
+  // Replaces the transport for later transfers. All ranks must do so, because different transports cannot communicate
+  // with each other. The previous transport is kept for existing leases, and for transfers that the new one delegates.
   void replace_transport(std::unique_ptr<Transport> transport) {
     const std::lock_guard<std::mutex> lock(mutex_);
     transports_.push_back(std::move(transport));
     transport_ = transports_.back().get();
   }
 
-  // Frees the transports of a destroyed group, and their arenas. Nobody uses them, because programs that are still
+  // Frees the transports of a destroyed group, and their arenas. They are not in use, because programs that are still
   // bound to the group get no leases.
   void drop_transports() {
     std::vector<std::unique_ptr<Transport>> dropped;

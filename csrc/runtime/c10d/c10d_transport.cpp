@@ -15,10 +15,10 @@
 namespace shardwright {
 namespace {
 
-// Tag of our messages. A user's own sends on the group have tags from 0 on, so they do not match.
+// The tag of our messages. It differs from the tags of a user's own messages on the group, which count from 0.
 constexpr int kMessageTag = 0x5357;
 
-// Returns c10d's name of a reduction. Reductions without a native collective are an error of the compiled program.
+// Returns c10d's reduction. Throws InvariantError if it has no native collective, for which no program is compiled.
 c10d::ReduceOp to_c10d(ReduceOp op) {
   switch (op) {
     case ReduceOp::kSum:
@@ -34,8 +34,8 @@ c10d::ReduceOp to_c10d(ReduceOp op) {
   }
 }
 
-// Returns options for a collective. A collective that is not asynchronous runs on the current stream of a device with
-// streams; on CPU it would block until it is done.
+// Returns the options of a collective. It is asynchronous on CPU, where it would block otherwise. On a device with
+// streams it is not, so that it runs on the current stream.
 template <typename Options>
 Options options_for(const at::Tensor& data) {
   Options options;
@@ -43,19 +43,19 @@ Options options_for(const at::Tensor& data) {
   return options;
 }
 
-// Returns `work` if it must be waited for, else null. torch 2.15 returns a Work even for a collective on the current
-// stream, whose wait would record an event after the collective and query it.
-WorkPtr left_of(WorkPtr work, const at::Tensor& data) { return data.device().is_cpu() ? work : nullptr; }
+// Returns `work` on CPU; else null, because the collective runs on the current stream and needs no wait. torch 2.15
+// returns a Work there too, but its wait would record an event and query it.
+WorkPtr pending_work(WorkPtr work, const at::Tensor& data) { return data.device().is_cpu() ? work : nullptr; }
 
-// A batch of messages. The destructor ends it if a message was refused, because a group with an open batch cannot be
-// used. The messages before the refused one are then under way on the backend's own stream, and the current stream
-// waits for them.
-class Batch {
+// A batch of messages (c10d's coalescing), open from construction to end(). If a message cannot be started, the
+// destructor ends the batch, because the group cannot be used while a batch is open. The messages before it have then
+// started on the backend's own stream, and the current stream waits for them.
+class MessageBatch {
  public:
-  Batch(c10d::ProcessGroup* group, c10::DeviceType device) : group_(group), device_(device) {
+  MessageBatch(c10d::ProcessGroup* group, c10::DeviceType device) : group_(group), device_(device) {
     group_->startCoalescing(device_);
   }
-  ~Batch() {
+  ~MessageBatch() {
     if (is_ended_) return;
     try {
       if (const WorkPtr work = group_->endCoalescing(device_)) work->wait();
@@ -63,8 +63,8 @@ class Batch {
       // The first failure is being thrown already.
     }
   }
-  Batch(const Batch&) = delete;
-  Batch& operator=(const Batch&) = delete;
+  MessageBatch(const MessageBatch&) = delete;
+  MessageBatch& operator=(const MessageBatch&) = delete;
 
   // Ends the batch and returns the Work of all its messages.
   WorkPtr end() {
@@ -78,8 +78,8 @@ class Batch {
   bool is_ended_ = false;
 };
 
-// Makes a group create its communicator on a device. Runs below the dispatcher, so that dispatch modes see only the
-// collectives of redistributes.
+// Runs a collective of one element, with which a group creates its communicator on a device. Bypasses the dispatcher,
+// so that dispatch modes see only the collectives of redistributes.
 void run_tiny_collective(c10d::ProcessGroup* group, c10::Device device) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const c10::impl::ExcludeDispatchKeyGuard below_modes(
@@ -96,7 +96,7 @@ void run_tiny_collective(c10d::ProcessGroup* group, c10::Device device) {
 void C10dTransport::connect(c10::Device device) {
   if (device.is_cpu() || group_->getSize() == 1) return;
   check_no_open_group(device);
-  const std::lock_guard<std::mutex> lock(mutex_);  // other threads wait until the collective was started
+  const std::lock_guard<std::mutex> lock(mutex_);  // held until the collective has started
   if (connected_.contains(device.index())) return;
   if (is_capturing(device)) {
     const bool was_connected_by_torch = group_->getBoundDeviceId() == device;  // when it created the group
@@ -112,9 +112,9 @@ void C10dTransport::connect(c10::Device device) {
 WorkPtr C10dTransport::all_gather(at::Tensor& output, at::Tensor& input) {
   const auto options = options_for<c10d::AllgatherOptions>(output);
 #if SHARDWRIGHT_TORCH_AT_LEAST(2, 15)
-  return left_of(group_->all_gather_single(output, input, options), output);
+  return pending_work(group_->all_gather_single(output, input, options), output);
 #else
-  return left_of(group_->_allgather_base(output, input, options), output);
+  return pending_work(group_->_allgather_base(output, input, options), output);
 #endif
 }
 
@@ -122,9 +122,9 @@ WorkPtr C10dTransport::reduce_scatter(at::Tensor& output, at::Tensor& input, Red
   auto options = options_for<c10d::ReduceScatterOptions>(output);
   options.reduceOp = to_c10d(op);
 #if SHARDWRIGHT_TORCH_AT_LEAST(2, 15)
-  return left_of(group_->reduce_scatter_single(output, input, options), output);
+  return pending_work(group_->reduce_scatter_single(output, input, options), output);
 #else
-  return left_of(group_->_reduce_scatter_base(output, input, options), output);
+  return pending_work(group_->_reduce_scatter_base(output, input, options), output);
 #endif
 }
 
@@ -132,23 +132,23 @@ WorkPtr C10dTransport::all_reduce(at::Tensor& data, ReduceOp op) {
   auto options = options_for<c10d::AllreduceOptions>(data);
   options.reduceOp = to_c10d(op);
   std::vector<at::Tensor> tensors{data};
-  return left_of(group_->allreduce(tensors, options), data);
+  return pending_work(group_->allreduce(tensors, options), data);
 }
 
 WorkPtr C10dTransport::all_to_all(at::Tensor& output, at::Tensor& input, std::vector<int64_t> output_counts,
                                   std::vector<int64_t> input_counts) {
   const auto options = options_for<c10d::AllToAllOptions>(output);
 #if SHARDWRIGHT_TORCH_AT_LEAST(2, 15)
-  return left_of(group_->all_to_all_single(output, input, output_counts, input_counts, options), output);
+  return pending_work(group_->all_to_all_single(output, input, output_counts, input_counts, options), output);
 #else
-  return left_of(group_->alltoall_base(output, input, output_counts, input_counts, options), output);
+  return pending_work(group_->alltoall_base(output, input, output_counts, input_counts, options), output);
 #endif
 }
 
 std::vector<WorkPtr> C10dTransport::send_receive(std::vector<Message>& sends, std::vector<Message>& receives) {
   const at::Tensor& any = sends.empty() ? receives.front().data : sends.front().data;
   const c10::DeviceType device = any.device().type();
-  std::optional<Batch> batch;
+  std::optional<MessageBatch> batch;
   if (device != at::kCPU && group_->getBackend(device)->supportsCoalescing()) batch.emplace(group_, device);
   std::vector<WorkPtr> works;
   for (Message& message : receives) {

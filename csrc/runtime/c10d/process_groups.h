@@ -1,4 +1,4 @@
-// c10d's process groups as RankGroups, to which programs are bound.
+// RankGroups, to which programs are bound, for c10d's process groups.
 #pragma once
 
 #include <chrono>
@@ -8,11 +8,11 @@
 
 namespace shardwright {
 
-// Returns the process group that is registered under this name. There is one RankGroup for each process group, as long
-// as the process group exists. Throws c10::Error if no group has the name. Thread-safe.
+// Returns the RankGroup of the process group that is registered under this name; the same one in every call, as long as
+// the process group exists. Throws c10::Error if no group has the name. Thread-safe.
 RankGroupPtr group_named(const std::string& name);
 
-// Returns the timeout of transfers of the group's backend for this device.
+// Returns the timeout of transfers on this type of device, from the group's backend.
 std::chrono::milliseconds timeout_of(const std::string& name, c10::Device device);
 
 }  // namespace shardwright

@@ -24,11 +24,11 @@ constexpr int kSlots = 2;                // per row of an arena: one slot is rea
 constexpr int kChannels = 2 * kSlots;    // signals for each pair of ranks
 constexpr int64_t kSlotAlignment = 256;  // bytes
 
-// Numbers of the signals of the slot that a round uses.
+// Return the numbers of the signals full and free of the slot that a round uses.
 int full(size_t round) { return static_cast<int>(round % kSlots); }
 int free(size_t round) { return kSlots + static_cast<int>(round % kSlots); }
 
-// Returns the size of a slot: an arena has `ranks` rows of kSlots slots.
+// Returns the size in bytes of a slot: an arena has `ranks` rows of kSlots slots.
 int64_t slot_bytes_of(int64_t arena_bytes, int64_t ranks) {
   return arena_bytes / (ranks * kSlots) / kSlotAlignment * kSlotAlignment;
 }
@@ -36,15 +36,15 @@ int64_t slot_bytes_of(int64_t arena_bytes, int64_t ranks) {
 // Returns a contiguous tensor as flat bytes.
 at::Tensor bytes_of(const at::Tensor& tensor) { return flat_bytes(tensor, 0, tensor.numel()); }
 
-// Makes a stream current, behind the work of the current stream. At the end, also after an exception, the previous
-// stream is current again and waits for the work given to `stream`.
-class StreamBetween {
+// Makes a stream current until it is destroyed. The stream waits for the work of the previous current stream, which
+// waits for the stream at the end, also after an exception.
+class StreamFork {
  public:
-  explicit StreamBetween(c10::Stream stream) : stream_(stream) {
+  explicit StreamFork(c10::Stream stream) : stream_(stream) {
     StreamEvent(current_stream(stream.device())).block(stream);
     guard_.emplace(stream);
   }
-  ~StreamBetween() {
+  ~StreamFork() {
     try {
       const StreamEvent end(current_stream(stream_.device()));
       guard_.reset();
@@ -53,8 +53,8 @@ class StreamBetween {
       // The device has failed; its next call reports that.
     }
   }
-  StreamBetween(const StreamBetween&) = delete;
-  StreamBetween& operator=(const StreamBetween&) = delete;
+  StreamFork(const StreamFork&) = delete;
+  StreamFork& operator=(const StreamFork&) = delete;
 
  private:
   c10::Stream stream_;
@@ -63,15 +63,15 @@ class StreamBetween {
 
 // Throws UserError if the arena is too small for the group, or the group too large for PyTorch's signal pads.
 void check_arena(const RankGroup& group, const PeerSettings& settings) {
-  const int64_t least = group.size() * kSlots * kSlotAlignment;
-  check_user(settings.arena_bytes >= least, "peer_arena_bytes must be at least ", least, " for a group of ",
+  const int64_t min_bytes = group.size() * kSlots * kSlotAlignment;
+  check_user(settings.arena_bytes >= min_bytes, "peer_arena_bytes must be at least ", min_bytes, " for a group of ",
              group.size(), " ranks, got ", settings.arena_bytes);
-  const auto most = static_cast<int64_t>(symmetric_memory::get_signal_pad_size() / sizeof(uint32_t) / kChannels);
-  check_user(group.size() <= most, "peer_arena_bytes: groups must have at most ", most, " ranks, got ", group.size(),
-             ". torch.distributed._symmetric_memory.set_signal_pad_size raises this limit");
+  const auto max_ranks = static_cast<int64_t>(symmetric_memory::get_signal_pad_size() / sizeof(uint32_t) / kChannels);
+  check_user(group.size() <= max_ranks, "peer_arena_bytes: groups must have at most ", max_ranks, " ranks, got ",
+             group.size(), ". torch.distributed._symmetric_memory.set_signal_pad_size raises this limit");
 }
 
-// Throws UserError if the device has no memory that peers can copy from, or if a graph is captured.
+// Throws UserError if the device has no memory that peers can read, or if a graph is captured.
 void check_device(c10::Device device) {
   check_user(!device.is_cpu() && symmetric_memory::has_allocator(device.type()),
              "peer_arena_bytes: tensors must be on a CUDA device with symmetric memory, got ", device.str());
@@ -96,12 +96,12 @@ void use_peer_copies(RankGroup& group, c10::Device device, const PeerSettings& s
   check_arena(group, settings);
   const GroupLease lease = group.lease();
   check_user(static_cast<bool>(lease), "mesh must have existing process groups, got one that was destroyed");
-  if (const auto* before = dynamic_cast<const PeerTransport*>(lease.operator->())) {
-    check_user(before->device() == device, "device must be ", before->device().str(),
+  if (const auto* existing = dynamic_cast<const PeerTransport*>(lease.operator->())) {
+    check_user(existing->device() == device, "device must be ", existing->device().str(),
                " as in the earlier call for this ", "group of ", group.size(), " ranks, got ", device.str());
-    check_user(before->settings() == settings,
+    check_user(existing->settings() == settings,
                "peer_arena_bytes, peer_min_bytes and the timeout must be equal in all calls for a group, got ",
-               settings.arena_bytes, " bytes after ", before->settings().arena_bytes, " for the group of ",
+               settings.arena_bytes, " bytes after ", existing->settings().arena_bytes, " for the group of ",
                group.size(), " ranks");
     return;
   }
@@ -110,13 +110,13 @@ void use_peer_copies(RankGroup& group, c10::Device device, const PeerSettings& s
       symmetric_memory::empty_strided_p2p({settings.arena_bytes}, {1}, at::kByte, device, group.name(), std::nullopt);
   const auto memory = symmetric_memory::rendezvous(arena, group.name());
   auto transport = std::make_unique<PeerTransport>(lease.operator->(), std::move(arena), memory, settings);
-  transport->begin();
+  transport->initialize_signals();
   group.replace_transport(std::move(transport));
 }
 
-PeerTransport::PeerTransport(Transport* other, at::Tensor arena, c10::intrusive_ptr<SymmetricMemory> memory,
+PeerTransport::PeerTransport(Transport* previous, at::Tensor arena, c10::intrusive_ptr<SymmetricMemory> memory,
                              PeerSettings settings)
-    : other_(other),
+    : previous_(previous),
       arena_(std::move(arena)),
       memory_(std::move(memory)),
       settings_(settings),
@@ -130,9 +130,9 @@ PeerTransport::PeerTransport(Transport* other, at::Tensor arena, c10::intrusive_
   }
 }
 
-void PeerTransport::begin() {
+void PeerTransport::initialize_signals() {
   {
-    const StreamBetween own(stream_);
+    const StreamFork fork(stream_);
     for (int64_t d = 1; d < size_; ++d) {
       const int64_t peer = (rank_ + d) % size_;
       for (size_t round = 0; round < kSlots; ++round) signal(peer, free(round));
@@ -143,21 +143,21 @@ void PeerTransport::begin() {
   stream_.synchronize();
 }
 
-bool PeerTransport::takes(const at::Tensor& tensor) const {
+bool PeerTransport::handles(const at::Tensor& tensor) const {
   return tensor.device() == arena_.device() && static_cast<int64_t>(tensor.nbytes()) >= settings_.min_bytes &&
          tensor.numel() > 0;
 }
 
 WorkPtr PeerTransport::reduce_scatter(at::Tensor& output, at::Tensor& input, ReduceOp op) {
-  return other_->reduce_scatter(output, input, op);
+  return previous_->reduce_scatter(output, input, op);
 }
 
-WorkPtr PeerTransport::all_reduce(at::Tensor& data, ReduceOp op) { return other_->all_reduce(data, op); }
+WorkPtr PeerTransport::all_reduce(at::Tensor& data, ReduceOp op) { return previous_->all_reduce(data, op); }
 
 WorkPtr PeerTransport::all_gather(at::Tensor& output, at::Tensor& input) {
-  if (!takes(input)) return other_->all_gather(output, input);
+  if (!handles(input)) return previous_->all_gather(output, input);
   const std::lock_guard<std::mutex> lock(mutex_);
-  const StreamBetween own(stream_);
+  const StreamFork fork(stream_);
   gather(output, input);
   return nullptr;
 }
@@ -165,7 +165,7 @@ WorkPtr PeerTransport::all_gather(at::Tensor& output, at::Tensor& input) {
 WorkPtr PeerTransport::all_to_all(at::Tensor& output, at::Tensor& input, std::vector<int64_t> output_counts,
                                   std::vector<int64_t> input_counts) {
   if (output.device() != arena_.device()) {
-    return other_->all_to_all(output, input, std::move(output_counts), std::move(input_counts));
+    return previous_->all_to_all(output, input, std::move(output_counts), std::move(input_counts));
   }
   std::vector<Message> sends;
   std::vector<Message> receives;
@@ -191,22 +191,22 @@ WorkPtr PeerTransport::all_to_all(at::Tensor& output, at::Tensor& input, std::ve
 }
 
 std::vector<WorkPtr> PeerTransport::send_receive(std::vector<Message>& sends, std::vector<Message>& receives) {
-  // `take` removes the messages of this transport from a list; the others are for the previous transport. Sender and
-  // receiver of a message make the same choice, because it depends on the message's size.
-  const auto take = [this](std::vector<Message>& messages) {
-    const auto is_other = [this](const Message& message) { return !takes(message.data); };
-    const auto own = std::stable_partition(messages.begin(), messages.end(), is_other);
+  // Removes the messages that this transport handles from a list and returns them. Sender and receiver of a message
+  // decide equally, because the decision depends on the size of the message.
+  const auto take_handled = [this](std::vector<Message>& messages) {
+    const auto is_delegated = [this](const Message& message) { return !handles(message.data); };
+    const auto own = std::stable_partition(messages.begin(), messages.end(), is_delegated);
     std::vector<Message> taken(std::make_move_iterator(own), std::make_move_iterator(messages.end()));
     messages.erase(own, messages.end());
     return taken;
   };
-  const Rounds to_send = rounds_of(take(sends));
-  const Rounds to_receive = rounds_of(take(receives));
+  const Rounds to_send = rounds_of(take_handled(sends));
+  const Rounds to_receive = rounds_of(take_handled(receives));
   std::vector<WorkPtr> works;
-  if (!sends.empty() || !receives.empty()) works = other_->send_receive(sends, receives);
+  if (!sends.empty() || !receives.empty()) works = previous_->send_receive(sends, receives);
   if (to_send.empty() && to_receive.empty()) return works;
   const std::lock_guard<std::mutex> lock(mutex_);
-  const StreamBetween own(stream_);
+  const StreamFork fork(stream_);
   exchange(to_send, to_receive);
   return works;
 }
@@ -220,7 +220,7 @@ std::optional<std::string> PeerTransport::why_no_offers(c10::Device device, int6
 
 void PeerTransport::offer(const at::Tensor& input) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  const StreamBetween own(stream_);
+  const StreamFork fork(stream_);
   for (int64_t d = 1; d < size_; ++d) {
     for (size_t round = 0; round < kSlots; ++round) wait_for((rank_ + d) % size_, free(round));
   }
@@ -232,16 +232,16 @@ void PeerTransport::offer(const at::Tensor& input) {
 
 void PeerTransport::fetch(at::Tensor& output, const at::Tensor& flags) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  const StreamBetween own(stream_);
+  const StreamFork fork(stream_);
   const at::Tensor all = bytes_of(output);
-  const int64_t shares = flags.numel() / size_;  // chunks per part
-  const int64_t chunk = all.numel() / flags.numel();
-  for (int64_t share = 0; share < shares; ++share) set_flag(flags, rank_ * shares + share);
+  const int64_t chunks_per_part = flags.numel() / size_;
+  const int64_t chunk = all.numel() / flags.numel();  // bytes
+  for (int64_t c = 0; c < chunks_per_part; ++c) set_flag(flags, rank_ * chunks_per_part + c);
   for (int64_t d = 1; d < size_; ++d) {
     const int64_t peer = (rank_ + d) % size_;
-    for (int64_t share = 0; share < shares; ++share) {
-      const int64_t chunk_index = peer * shares + share;
-      flat_view(all, chunk_index * chunk, chunk).copy_(flat_view(arenas_[peer], share * chunk, chunk));
+    for (int64_t c = 0; c < chunks_per_part; ++c) {
+      const int64_t chunk_index = peer * chunks_per_part + c;
+      flat_view(all, chunk_index * chunk, chunk).copy_(flat_view(arenas_[peer], c * chunk, chunk));
       set_flag(flags, chunk_index);
       peer_bytes() += chunk;
     }

@@ -1,17 +1,22 @@
-// Transfers as copies between the memory of peers, without kernels of a communication library. A rank copies data for
-// other ranks into its own arena, which is in PyTorch's symmetric memory, and they copy the data from there. On NVLink,
-// copy engines do such copies, which take no multiprocessors from a product.
+// The transport that copies between the memory of peers, without kernels of a communication library. A rank copies data
+// for other ranks into its own arena, which is in PyTorch's symmetric memory, and they copy the data from there. On
+// NVLink, copy engines do such copies, which take no multiprocessors from a product.
 //
-// An *arena* is a buffer of each rank that all ranks of the group can read. A *slot* is a range of an arena that holds
-// one piece of a message. A transfer runs in *rounds*, each with at most one piece per pair of
-// sender and receiver.
+// `shardwright.prepare(peer_arena_bytes=...)` enables this transport for gathers and messages. Reductions and small
+// transfers still use the group's previous transport. None of this has run on a GPU.
 //
-// None of this has run on a GPU. `shardwright.prepare(peer_arena_bytes=...)` turns it on for gathers and messages. The
-// group's previous transport keeps reductions and small transfers.
+// An *arena* is a buffer of each rank that all ranks of the group can read. In a group of n ranks it has n rows of
+// kSlots = 2 *slots*, and a slot holds one piece of a message. Only rank r reads row r, except that all other ranks
+// read the row of the arena's owner, which is for gathers. A transfer runs in *rounds*: a message is divided into
+// pieces of the size of a slot, piece j between two ranks is sent in round j, in slot j % kSlots of its row.
 //
-// With n ranks, the arena of each rank has n rows of kSlots slots. Only rank r reads row r; all other ranks read the
-// row of the arena's own rank. A message is cut into pieces of the size of a slot; piece j between two ranks uses slot
-// j % kSlots of its row.
+// For example, rank 0 of 3 sends 10 MiB to rank 2, with slots of 4 MiB, through row 2 of its arena:
+//
+//   round   piece    slot   rank 0 (owner)                                rank 2 (reader)
+//   0       4 MiB    0      waits for free(0), fills, sets full(0)        waits for full(0), reads, sets free(0)
+//   1       4 MiB    1      waits for free(1), fills, sets full(1)        waits for full(1), reads, sets free(1)
+//   2       2 MiB    0      waits for free(0), set after the read of      waits for full(0), reads, sets free(0)
+//                           round 0, fills, sets full(0)
 //
 // Each slot has two signals for each pair of ranks; a signal is either set or not:
 //
@@ -19,25 +24,26 @@
 //   full(slot)  the owner, when it has filled the slot   the reader, before it reads
 //   free(slot)  the reader, when it has read the slot    the owner, before it fills the slot again
 //
-// Between transfers all slots are free and none is full. So signals need no counters, every transfer begins with slot
-// 0, and a captured graph may be replayed any number of times.
+// Between transfers free() of every slot is set and full() is not. So signals need no counters, every transfer begins
+// with slot 0, and a captured graph may be replayed any number of times.
 //
 // There is no deadlock. A rank runs the transfers of one group on one stream, in the order in which they were started,
 // which is the same on all ranks. In each transfer a rank fills slots for round 0; then in each round j it first fills
 // for round j + 1 and then reads for round j. Filling for round j waits for reads of round j - kSlots, and reading in
 // round j waits for fills for round j. Both come earlier on the other ranks' streams.
 //
-// A gather in two halves (offer, fetch), whose chunks a product waits for, uses the whole arena at once. Both slots of
-// each pair are taken when the first half begins, and free again after the second. The first half ends when full(0) has
-// told this rank that all others have filled their arenas. So until its last copy the second half waits for no signal:
-// it consists of copies, which copy engines do, and flags, which the stream sets itself. A signal would be a kernel.
-// While the product holds all multiprocessors and waits for a flag behind that signal, the kernel could not start.
+// A gather in two halves, `offer` and `fetch`, is for a product that waits for a flag of each chunk. It uses the whole
+// arena as one buffer, so `offer` first waits for free() of both slots of every peer, and `fetch` sets them again at
+// its end. `offer` ends by waiting for full(0) of all peers, which they set once their arenas are filled. So until its
+// last copy `fetch` waits for no signal. It consists of copies, which copy engines do, and of flags, which the stream
+// sets without a kernel. This is necessary because a signal needs a kernel: while the product occupies all
+// multiprocessors and waits for a flag that comes after the signal, that kernel could not start.
 //
-// The flags are in the rank's own memory. Every run zeroes them before the fetch, and only this rank's stream sets
-// them. So flags need no generation numbers, and no run sees a flag of an earlier run.
+// The flags are in the rank's own memory. Every run sets them to 0 before the fetch, and only this rank's stream sets
+// them to 1. So flags need no generation numbers, and no run sees a flag of an earlier run.
 //
-// If a peer does not signal within the group's timeout, the wait ends. On CUDA the waiting kernel then prints the ranks
-// and traps, so that the process ends with a CUDA error at its next call.
+// If a peer does not signal within the group's timeout, the wait fails. On CUDA the waiting kernel then prints the
+// ranks and traps, and the process gets a CUDA error at its next call.
 #pragma once
 
 #include <c10/core/Stream.h>
@@ -56,82 +62,87 @@ namespace shardwright {
 struct PeerSettings {
   int64_t arena_bytes = 0;               // per rank
   int64_t min_bytes = 0;                 // smaller messages and parts use the group's previous transport
-  std::chrono::milliseconds timeout{0};  // for signals of a peer
+  std::chrono::milliseconds timeout{0};  // maximum wait for a signal of a peer
 
   bool operator==(const PeerSettings&) const = default;
 };
 
-// Gives the group an arena on the device, for later transfers on it. Collective among its ranks, which must pass
-// the same settings; blocks the host. Does nothing for a group of one rank, or if the group has such an arena. Throws
-// UserError if the device has no memory that peers can read, if the arena is too small for the number of ranks, if the
-// group has an arena with other settings, or while a graph is captured.
+// Makes the group use a PeerTransport for later transfers on the device: allocates its arenas and maps them into all
+// ranks. All ranks of the group must call it with the same settings; blocks the host. Does nothing for a group of one
+// rank, or if the group has such arenas already. Throws UserError if the device has no memory that peers can read, if
+// the arena is too small for the number of ranks, if the group has arenas with other settings or on another device, or
+// while a graph is captured.
 void use_peer_copies(RankGroup& group, c10::Device device, const PeerSettings& settings);
 
-// Returns the number of bytes copied from peers since the start of the process or the last reset.
+// Returns the counter of bytes copied from peers since the start of the process or the last reset.
 std::atomic<int64_t>& peer_bytes();
 
-// A group's transport by copies between arenas. It passes reductions, small transfers and other devices on to `other`.
+// A group's transport by copies between arenas. It delegates reductions, small transfers and transfers on other devices
+// to `previous`.
 class PeerTransport final : public Transport {
  public:
   using SymmetricMemory = c10d::symmetric_memory::SymmetricMemory;
 
-  // `other`: the group's previous transport, which must outlive this one. `arena`: this rank's arena, as bytes.
+  // `previous`: the group's previous transport, which must outlive this one. `arena`: this rank's arena, as bytes.
   // `memory`: PyTorch's handle of the arenas of all ranks.
-  PeerTransport(Transport* other, at::Tensor arena, c10::intrusive_ptr<SymmetricMemory> memory, PeerSettings settings);
+  PeerTransport(Transport* previous, at::Tensor arena, c10::intrusive_ptr<SymmetricMemory> memory,
+                PeerSettings settings);
 
-  // All ranks must call this once, before any transfer. Frees all slots, and blocks the host until every peer has
-  // signaled. So unreachable peers are found here. CUDA also loads the waiting kernels here; a later load could block
-  // the host.
-  void begin();
+  // Sets free() of all slots and blocks the host until every peer has signaled. All ranks must call it once, before any
+  // transfer. It detects unreachable peers, and makes CUDA load the kernels of signals; a later load could block the
+  // host.
+  void initialize_signals();
 
   const PeerSettings& settings() const { return settings_; }
   c10::Device device() const { return arena_.device(); }
 
-  void connect(c10::Device device) override { other_->connect(device); }
+  void connect(c10::Device device) override { previous_->connect(device); }
   WorkPtr all_gather(at::Tensor& output, at::Tensor& input) override;
   WorkPtr reduce_scatter(at::Tensor& output, at::Tensor& input, ReduceOp op) override;
   WorkPtr all_reduce(at::Tensor& data, ReduceOp op) override;
-  // Sends each part as a message.
+  // Sends each part as a message, unless the tensors are on another device.
   WorkPtr all_to_all(at::Tensor& output, at::Tensor& input, std::vector<int64_t> output_counts,
                      std::vector<int64_t> input_counts) override;
   std::vector<WorkPtr> send_receive(std::vector<Message>& sends, std::vector<Message>& receives) override;
-  // Parts may be as long as the arena.
+  // A part must fit into an arena.
   std::optional<std::string> why_no_offers(c10::Device device, int64_t bytes) const override;
   void offer(const at::Tensor& input) override;
   void fetch(at::Tensor& output, const at::Tensor& flags) override;
   std::chrono::milliseconds timeout() const override { return settings_.timeout; }
 
  private:
-  // The pieces of messages by round, as bytes, each at most one slot long.
+  // The pieces of messages, by round. A piece is flat bytes, at most as long as a slot.
   using Rounds = std::vector<std::vector<Message>>;
 
-  // True if this transport carries out the transfer of a tensor; if not, the previous transport does.
-  bool takes(const at::Tensor& tensor) const;
-  // Cuts messages into pieces. The pieces of one message are in consecutive rounds.
+  // True if this transport transfers a message or part itself; else the previous transport does.
+  bool handles(const at::Tensor& tensor) const;
+  // Divides messages into pieces and assigns rounds. The pieces of one message are in consecutive rounds.
   Rounds rounds_of(const std::vector<Message>& messages) const;
-  // Runs the rounds of messages, with the stream of this group as the current stream.
+  // Runs the rounds of an exchange of messages. The stream of this group must be current.
   void exchange(const Rounds& sends, const Rounds& receives);
-  // Runs an all-gather: each round fills a slot of the rank's own row, which all other ranks read.
+  // Runs an all-gather: in each round, fills a slot of the rank's own row, which all other ranks read. The stream of
+  // this group must be current.
   void gather(at::Tensor& output, at::Tensor& input);
   // Copies a piece into this rank's slot for a peer, once the slot is free.
   void fill(const Message& message, size_t round);
-  // Copies a piece from a row of a peer's arena, once its slot is full. `message.data` is the destination.
+  // Copies a piece from a row of a peer's arena to `message.data`, once its slot is full.
   void read(const Message& message, size_t round, int64_t row);
   // Returns the first `bytes` bytes of the slot for a round, in a row of the arena of rank `owner`.
   at::Tensor slot(int64_t owner, int64_t row, size_t round, int64_t bytes) const;
-  // Make the current stream wait for a signal from a peer and reset it, or send a signal to a peer. `channel`: the
-  // number of the signal, from full() or free().
+  // Makes the current stream wait until a peer sets a signal, and reset it. `channel`: the number of the signal, from
+  // full() or free().
   void wait_for(int64_t peer, int channel);
+  // Makes the current stream set a signal for a peer.
   void signal(int64_t peer, int channel);
 
-  Transport* const other_;  // the group's previous transport
+  Transport* const previous_;  // the group's previous transport
   const at::Tensor arena_;
   const c10::intrusive_ptr<SymmetricMemory> memory_;
   const PeerSettings settings_;
   const int64_t rank_;
   const int64_t size_;
-  const int64_t slot_bytes_;        // size of a slot
-  const c10::Stream stream_;        // runs all transfers of this group
+  const int64_t slot_bytes_;
+  const c10::Stream stream_;        // runs all transfers of this transport
   std::vector<at::Tensor> arenas_;  // the arenas of all ranks, mapped into this process
   std::mutex mutex_;                // held while a transfer is submitted
 };
