@@ -34,7 +34,7 @@ bool run_inline(const WordBoxes& boxes, const Word* src, Word* dst) {
   InlineTable<kBoxes> table;
   std::copy(boxes.boxes.begin(), boxes.boxes.end(), table.boxes);
   std::copy(boxes.first_word.begin(), boxes.first_word.end(), table.first_word);
-  over_grid(copy_blocks(boxes.words()), kCopyThreads,
+  over_grid(num_copy_blocks(boxes.words()), kCopyThreads,
             [&](int64_t block, int thread) { copy_inline_words(block, thread, table, count, src, dst); });
   return true;
 }
@@ -51,7 +51,7 @@ void run_grid(const WordBoxes& boxes, const void* src, void* dst, bool by_table)
   std::vector<uint64_t> memory((packed.size() + 7) / 8);
   std::memcpy(memory.data(), packed.data(), packed.size());
   const BoxTable table = table_at(memory.data(), boxes);
-  over_grid(copy_blocks(boxes.words()), kCopyThreads,
+  over_grid(num_copy_blocks(boxes.words()), kCopyThreads,
             [&](int64_t block, int thread) { copy_table_words(block, thread, table, from, to); });
 }
 
@@ -232,7 +232,7 @@ void check_reduction(int num_parts, int64_t num_words, double divisor) {
     at.at[m] = parts[m].data();
   }
   std::vector<Item> found(numel + kItems, Item(7));
-  over_grid(reduce_blocks(num_words) + 1, kReduceThreads, [&](int64_t block, int thread) {
+  over_grid(num_reduce_blocks(num_words) + 1, kReduceThreads, [&](int64_t block, int thread) {
     reduce_word<Item, kItems, Combine>(block, thread, at, num_parts, num_words, divisor, found.data());
   });
   for (size_t i = 0; i < numel; ++i) {

@@ -1,8 +1,8 @@
-// Packing and unpacking on the GPU: one launch per word width, for any number and shape of boxes.
+// Copies of boxes on the GPU, for packing and unpacking: one launch per word width, for any number and shape of boxes.
 //
-// copy_boxes_body.h has the work of one thread. Boxes are passed as a kernel argument if they fit. Otherwise a table,
-// which also has the first box of each block, is uploaded once and cached with the copy (copy_table.h). Later launches
-// upload and synchronize nothing, and can be captured.
+// copy_boxes_body.h has the work of one thread. The boxes are a kernel argument if they fit into one. Otherwise they
+// are in a table, which also has the first box of each thread block. The table is uploaded once and cached with the
+// copy (copy_table.h). Later launches upload nothing, do not synchronize, and can be captured.
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/cuda/CUDAEvent.h>
 #include <ATen/ops/empty.h>
@@ -24,12 +24,13 @@
 namespace shardwright {
 namespace {
 
-// Driver version for kernel arguments of more than 4 KiB. Kernels with more than kInlineBoxesEverywhere boxes are not
-// built if an older architecture is among the targets, because they would not compile.
-constexpr int kDriverForLargeArguments = 12010;
+// The first driver version that supports kernel arguments of more than 4 KiB. Kernels for more than
+// kInlineBoxesEverywhere boxes need such arguments. They do not compile for architectures before 7.0, so they are built
+// only if no such architecture is among the targets.
+constexpr int kMinDriverForLargeArguments = 12010;
 
 #if CUDART_VERSION >= 12010 && defined(__CUDA_ARCH_LIST__)
-// True if the code is built only for architectures from `least` on.
+// True if the code is built only for architectures of at least `least`, such as 700 for 7.0.
 constexpr bool all_at_least(int least) {
   for (const int arch : {__CUDA_ARCH_LIST__}) {
     if (arch < least) return false;
@@ -41,8 +42,7 @@ constexpr bool kHasLargeArguments = all_at_least(700);
 constexpr bool kHasLargeArguments = false;
 #endif
 
-constexpr int kMostInlineBoxes =
-    kHasLargeArguments ? kInlineBoxes[std::size(kInlineBoxes) - 1] : kInlineBoxesEverywhere;
+constexpr int kMaxInlineBoxes = kHasLargeArguments ? kInlineBoxes[std::size(kInlineBoxes) - 1] : kInlineBoxesEverywhere;
 static_assert(sizeof(InlineTable<kInlineBoxesEverywhere>) <= 4000);
 static_assert(sizeof(InlineTable<kInlineBoxes[std::size(kInlineBoxes) - 1]>) <= 32700);
 
@@ -57,17 +57,17 @@ __global__ void __launch_bounds__(kCopyThreads) copy_by_table(const BoxTable tab
   copy_table_words(blockIdx.x, static_cast<int>(threadIdx.x), table, src, dst);
 }
 
-// The operations of one device, on its current stream. While any stream of the process is captured in the global mode,
-// as by torch's graphs, the host must not make certain queries; they are made in this thread's relaxed mode.
-class CudaTables final : public TableDevice {
+// The operations of one device for tables (TableDevice in program/copy_table.h), on its current stream. Torch captures
+// graphs in CUDA's global mode: meanwhile certain calls fail on every thread, unless the thread uses the relaxed mode.
+class CudaTableDevice final : public TableDevice {
  public:
-  explicit CudaTables(at::Device device) : device_(device) {}
+  explicit CudaTableDevice(at::Device device) : device_(device) {}
 
   bool is_capturing() override {
     return at::cuda::currentStreamCaptureStatusMayInitCtx() != at::cuda::CaptureStatus::None;
   }
 
-  // Uploads from pinned memory, which the allocator does not reuse before the copy is done.
+  // Copies from pinned memory, which the allocator does not reuse before the copy is done.
   Upload upload(const std::vector<uint8_t>& bytes) override {
     const auto size = static_cast<int64_t>(bytes.size());
     const at::Tensor host = at::empty({size}, at::TensorOptions(at::kByte).device(at::kCPU).pinned_memory(true));
@@ -80,7 +80,7 @@ class CudaTables final : public TableDevice {
     return {std::move(memory), begin, std::move(event)};
   }
 
-  // Uploads on a stream that is not being captured.
+  // Copies on a stream that is not being captured, and waits for the copy.
   Upload upload_beside_capture(const std::vector<uint8_t>& bytes) override {
     const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
     const c10::cuda::CUDAStreamGuard guard(uncaptured_stream(bytes.size()));
@@ -130,11 +130,11 @@ class CudaTables final : public TableDevice {
 };
 
 // True if driver and device support kernel arguments of more than 4 KiB.
-bool takes_large_arguments() {
+bool supports_large_arguments() {
   static const bool has_driver = [] {
     int driver = 0;
     C10_CUDA_CHECK(cudaDriverGetVersion(&driver));
-    return driver >= kDriverForLargeArguments;
+    return driver >= kMinDriverForLargeArguments;
   }();
   return has_driver && at::cuda::getCurrentDeviceProperties()->major >= 7;
 }
@@ -152,22 +152,22 @@ InlineTable<kBoxes> inline_table(const WordBoxes& boxes) {
 template <typename Word>
 void launch(const StridedCopy& copy, const WordBoxes& boxes, const void* src, void* dst, at::Device device) {
   const auto num_boxes = static_cast<int64_t>(boxes.boxes.size());
-  const auto blocks = static_cast<unsigned>(copy_blocks(boxes.words()));
+  const auto blocks = static_cast<unsigned>(num_copy_blocks(boxes.words()));
   const cudaStream_t stream = at::cuda::getCurrentCUDAStream(device.index());
   const auto* from = static_cast<const Word*>(src);
   auto* to = static_cast<Word*>(dst);
   const auto by_table = [&] {
-    CudaTables tables(device);
-    const BoxTable table = table_on(tables, device.index(), copy, boxes, kWordsPerBlock);
+    CudaTableDevice table_device(device);
+    const BoxTable table = table_on(table_device, device.index(), copy, boxes, kWordsPerBlock);
     copy_by_table<Word><<<blocks, kCopyThreads, 0, stream>>>(table, from, to);
   };
-  const int most = takes_large_arguments() ? kMostInlineBoxes : kInlineBoxesEverywhere;
+  const int max_inline_boxes = supports_large_arguments() ? kMaxInlineBoxes : kInlineBoxesEverywhere;
   const auto inlined = [&]<int kBoxes>(std::integral_constant<int, kBoxes>) {
-    if constexpr (kBoxes <= kMostInlineBoxes) {
+    if constexpr (kBoxes <= kMaxInlineBoxes) {
       copy_inline<Word, kBoxes><<<blocks, kCopyThreads, 0, stream>>>(inline_table<kBoxes>(boxes), num_boxes, from, to);
     }
   };
-  switch (inline_boxes_for(num_boxes, most)) {
+  switch (inline_boxes_for(num_boxes, max_inline_boxes)) {
     case 8:
       inlined(std::integral_constant<int, 8>());
       break;

@@ -1,9 +1,10 @@
 // The work of one thread of the kernels that copy boxes (copy_boxes.cu). It compiles for the host too, where tests run
 // whole grids of it.
 //
-// All words of a copy are numbered (strided_copy.h). A thread block copies kWordsPerBlock consecutive words, and each
-// of its warps finds the boxes of its words. Each thread loads all its words before it stores any, so that several
-// loads are in flight.
+// All words of a copy are numbered (strided_copy.h). A thread block copies kWordsPerBlock = 1024 consecutive words, and
+// each of its 8 warps 128 consecutive words of them. Thread t of warp w in block b copies the words n, n + 32, n + 64
+// and n + 96, where n = 1024 b + 128 w + t. So neighboring threads access neighboring words. Each thread loads its four
+// words before it stores any, so that several loads are in flight.
 #pragma once
 
 #include <cstdint>
@@ -19,11 +20,11 @@ inline constexpr int kWordsPerThread = 4;
 inline constexpr int kWordsPerBlock = kCopyThreads * kWordsPerThread;
 
 // Returns the number of thread blocks for this many words.
-inline int64_t copy_blocks(int64_t words) { return (words + kWordsPerBlock - 1) / kWordsPerBlock; }
+inline int64_t num_copy_blocks(int64_t words) { return (words + kWordsPerBlock - 1) / kWordsPerBlock; }
 
-// Copies the words of one thread. The words of the block are in boxes `first` to `last`; `words` is the number of words
-// of the copy, and first_word[b] the number of the first word of box b. The words of a warp are consecutive, so most
-// warps are in one box, and read its dims once.
+// Copies the words of one thread. `words` is the number of words of the copy, and first_word[b] the number of the first
+// word of box b. The words of the block are in boxes `first` to `last`, among which the warp finds the boxes of its own
+// words. Most warps are in one box; their threads read the dims of the box once for all their words.
 template <typename Word>
 SHARDWRIGHT_HOST_DEVICE void copy_words(int64_t block, int thread, const WordBox* boxes, const int64_t* first_word,
                                         int64_t words, int64_t first, int64_t last, const Word* __restrict__ src,
@@ -38,12 +39,12 @@ SHARDWRIGHT_HOST_DEVICE void copy_words(int64_t block, int thread, const WordBox
   int64_t from[kWordsPerThread];
   int64_t to[kWordsPerThread];
   if (first == last) {
-    uint32_t places[kWordsPerThread];
+    uint32_t words_in_box[kWordsPerThread];
     SHARDWRIGHT_UNROLL
     for (int w = 0; w < kWordsPerThread; ++w) {
-      places[w] = static_cast<uint32_t>(thread_begin + w * kWarpThreads - first_word[first]);
+      words_in_box[w] = static_cast<uint32_t>(thread_begin + w * kWarpThreads - first_word[first]);
     }
-    boxes[first].template locate<kWordsPerThread>(places, from, to);
+    boxes[first].template locate<kWordsPerThread>(words_in_box, from, to);
   } else {
     SHARDWRIGHT_UNROLL
     for (int w = 0; w < kWordsPerThread; ++w) {

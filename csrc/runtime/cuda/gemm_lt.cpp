@@ -1,7 +1,8 @@
-// Products that cuBLASLt does better than ATen: 16-bit operands into float32, and batches, each in place with one
-// launch; products that leave multiprocessors to transfers; products of 8-bit floats.
+// Implements DeviceGemms (runtime/gemm.h) for CUDA with cuBLASLt, for products that it computes better than ATen:
+// 16-bit operands into float32 and batches, each in place and with one launch; products that leave multiprocessors to
+// transfers; and products of 8-bit floats.
 //
-// An algorithm is requested once per kind of product and then cached. The host never waits.
+// An algorithm is requested once per kind of product (Problem) and then cached. The host never waits.
 #include <ATen/Context.h>
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/ops/as_strided.h>
@@ -29,7 +30,7 @@ namespace shardwright::lt {
 namespace {
 
 // cuBLAS 12.9 introduced scales by row.
-constexpr bool kHasScalesOfRows = CUBLAS_VERSION >= 120900;
+constexpr bool kHasRowScales = CUBLAS_VERSION >= 120900;
 
 // Returns NVIDIA's recommended workspace size for cuBLAS, by architecture.
 size_t workspace_limit_bytes() {
@@ -39,30 +40,30 @@ size_t workspace_limit_bytes() {
 // Scratch memory for a product.
 struct Workspace {
   void* data = nullptr;
-  c10::DataPtr own;  // owns `data` in a capture; else empty, because the stream's workspace is never freed
+  c10::DataPtr owner;  // owns `data` in a capture; else empty, because the workspaces of streams are never freed
 };
 
-// Returns the workspace of a stream. Products of one stream run one after the other and share it. Concurrent products
-// must not share a workspace, because they would overwrite each other's partial sums. Streams are from pools of a fixed
-// size, so the number of workspaces is limited. A graph's workspace is from the graph's memory, because its replays may
-// run at the same time as the stream on which it was captured.
+// Returns the workspace for a product on a stream. The products of one stream share a workspace, because they run one
+// after another; concurrent products would overwrite each other's partial sums. Torch takes streams from pools of a
+// fixed size, which limits the number of workspaces. In a capture, a workspace is allocated in the graph's memory,
+// because replays may run at the same time as other work on the captured stream.
 Workspace workspace_for(const Algorithm& algorithm, c10::cuda::CUDAStream stream) {
   if (algorithm.workspace_bytes == 0) return {};
   Workspace workspace;
   if (at::cuda::currentStreamCaptureStatusMayInitCtx() != at::cuda::CaptureStatus::None) {
-    workspace.own = c10::cuda::CUDACachingAllocator::get()->allocate(algorithm.workspace_bytes);
-    workspace.data = workspace.own.get();
+    workspace.owner = c10::cuda::CUDACachingAllocator::get()->allocate(algorithm.workspace_bytes);
+    workspace.data = workspace.owner.get();
     return workspace;
   }
   static std::mutex mutex;
   // Never destroyed, because at exit the allocator may already be gone.
-  static auto& kept = *new std::map<std::pair<c10::DeviceIndex, c10::StreamId>, at::Tensor>;
+  static auto& workspaces = *new std::map<std::pair<c10::DeviceIndex, c10::StreamId>, at::Tensor>;
   const std::lock_guard<std::mutex> lock(mutex);
-  at::Tensor& of_stream = kept[{stream.device_index(), stream.id()}];
-  if (!of_stream.defined()) {
-    of_stream = allocate_lasting(static_cast<int64_t>(workspace_limit_bytes()), stream);
+  at::Tensor& stream_workspace = workspaces[{stream.device_index(), stream.id()}];
+  if (!stream_workspace.defined()) {
+    stream_workspace = allocate_lasting(static_cast<int64_t>(workspace_limit_bytes()), stream);
   }
-  workspace.data = of_stream.mutable_data_ptr();
+  workspace.data = stream_workspace.mutable_data_ptr();
   return workspace;
 }
 
@@ -74,6 +75,7 @@ Device device_of(const Problem& problem) {
           workspace_limit_bytes()};
 }
 
+// Launches the product of a problem. Returns false, with nothing launched, if cuBLASLt does not support it.
 bool multiply(const Problem& problem, const Pointers& pointers, bool accumulates) {
   Workspace workspace;
   return lt::multiply(device_of(problem), problem, pointers, accumulates, [&](const Algorithm& algorithm) {
@@ -90,8 +92,8 @@ bool is_supported(at::ScalarType operands, at::ScalarType dst) {
   return (is_16_bit && (dst == operands || dst == at::kFloat)) || (is_wide && dst == operands);
 }
 
-// Returns the bias vector for cuBLASLt's epilogue: one value per row of d, contiguous, in d's dtype. It is a view of
-// the buffer where possible. Returns an undefined tensor if the bias differs between columns.
+// Returns the bias vector for cuBLASLt's epilogue: one value per row of d (gemm_problem.h), contiguous, in the dtype of
+// d. It is a view of the buffer if possible. Returns an undefined tensor if the bias differs between columns of d.
 at::Tensor bias_of_rows(const Gemm& gemm, const at::Tensor& buffer, bool swaps, at::ScalarType dtype) {
   const View view{*gemm.bias, gemm.m, gemm.n};
   const View bias = swaps ? view.transposed() : view;
@@ -101,8 +103,8 @@ at::Tensor bias_of_rows(const Gemm& gemm, const at::Tensor& buffer, bool swaps, 
       .contiguous();
 }
 
-// DeviceGemms::multiply of CUDA. Leaves a single product into the operands' dtype to ATen, unless multiprocessors must
-// be left to transfers.
+// DeviceGemms::multiply of CUDA. ATen computes single products into the operands' dtype, unless multiprocessors must be
+// left to transfers.
 bool multiply_on_cuda(const Gemm& gemm, const at::Tensor& lhs, const at::Tensor& rhs, at::Tensor& dst,
                       const at::Tensor& bias, const GemmHints& hints) {
   const at::ScalarType operands = lhs.scalar_type();
@@ -112,41 +114,43 @@ bool multiply_on_cuda(const Gemm& gemm, const at::Tensor& lhs, const at::Tensor&
   const c10::cuda::CUDAGuard guard(dst.device());
   auto problem = problem_of(gemm, operands, operands, dst.scalar_type(), dst.device().index(), hints);
   if (!problem) return false;
-  Pointers pointers = point(*problem, gemm, lhs, rhs, dst);
-  at::Tensor added;
+  Pointers pointers = pointers_of(*problem, gemm, lhs, rhs, dst);
+  at::Tensor row_bias;
   if (gemm.bias) {
-    added = bias_of_rows(gemm, bias, problem->swaps, dst.scalar_type());
-    if (!added.defined()) return false;
-    pointers.bias = added.const_data_ptr();
+    row_bias = bias_of_rows(gemm, bias, problem->swaps, dst.scalar_type());
+    if (!row_bias.defined()) return false;
+    pointers.bias = row_bias.const_data_ptr();
     problem->bias_alignment_bytes = alignment_of(pointers.bias);
   }
   return multiply(*problem, pointers, gemm.accumulates);
 }
 
+// DeviceGemms::multiply_scaled of CUDA.
 bool multiply_scaled_on_cuda(const Gemm& gemm, const at::Tensor& lhs, const at::Tensor& rhs,
                              const at::Tensor& lhs_scale, const at::Tensor& rhs_scale, at::Tensor& dst,
                              const GemmHints& hints);
 
-// Adds a product scaled by row to `dst`. cuBLASLt's documentation defines scales by row only for a product that is not
-// added to anything, and the request for an algorithm does not contain that. So the product is written to a separate
-// buffer, dense and row-major or column-major like the result, and then added in float32.
+// Adds a product scaled by row to `dst`. cuBLASLt documents scales by row only for products that are not added to d
+// (beta = 0), and its request for an algorithm does not include beta. So the product is written to a separate float32
+// buffer, dense and row-major or column-major like `dst`, and then added.
 bool add_scaled_by_row(const Gemm& gemm, const at::Tensor& lhs, const at::Tensor& rhs, const at::Tensor& lhs_scale,
                        const at::Tensor& rhs_scale, at::Tensor& dst, const GemmHints& hints) {
   const bool is_by_rows = gemm.dst.column_stride == 1;
-  Gemm alone = gemm;
-  alone.accumulates = false;
-  alone.dst.offset = 0;
-  alone.dst.row_stride = is_by_rows ? gemm.n : 1;
-  alone.dst.column_stride = is_by_rows ? 1 : gemm.m;
-  alone.dst_batch_stride = gemm.m * gemm.n;
+  Gemm unaccumulated = gemm;
+  unaccumulated.accumulates = false;
+  unaccumulated.dst.offset = 0;
+  unaccumulated.dst.row_stride = is_by_rows ? gemm.n : 1;
+  unaccumulated.dst.column_stride = is_by_rows ? 1 : gemm.m;
+  unaccumulated.dst_batch_stride = gemm.m * gemm.n;
   at::Tensor product = at::empty({gemm.count * gemm.m * gemm.n}, dst.options().dtype(at::kFloat));
-  if (!multiply_scaled_on_cuda(alone, lhs, rhs, lhs_scale, rhs_scale, product, hints)) return false;
-  const auto matrices = [&](const at::Tensor& buffer, const Gemm& of) {
-    const int64_t batch_stride = of.count > 1 ? of.dst_batch_stride : 0;
-    return at::as_strided(buffer, {of.count, of.m, of.n}, {batch_stride, of.dst.row_stride, of.dst.column_stride},
-                          buffer.storage_offset() + of.dst.offset);
+  if (!multiply_scaled_on_cuda(unaccumulated, lhs, rhs, lhs_scale, rhs_scale, product, hints)) return false;
+  const auto matrices_view = [](const at::Tensor& buffer, const Gemm& gemm) {
+    const int64_t batch_stride = gemm.count > 1 ? gemm.dst_batch_stride : 0;
+    return at::as_strided(buffer, {gemm.count, gemm.m, gemm.n},
+                          {batch_stride, gemm.dst.row_stride, gemm.dst.column_stride},
+                          buffer.storage_offset() + gemm.dst.offset);
   };
-  matrices(dst, gemm).add_(matrices(product, alone));
+  matrices_view(dst, gemm).add_(matrices_view(product, unaccumulated));
   return true;
 }
 
@@ -158,16 +162,16 @@ bool multiply_scaled_on_cuda(const Gemm& gemm, const at::Tensor& lhs, const at::
   if (is_by_row && gemm.accumulates) return add_scaled_by_row(gemm, lhs, rhs, lhs_scale, rhs_scale, dst, hints);
   auto problem = problem_of(gemm, lhs.scalar_type(), rhs.scalar_type(), dst.scalar_type(), dst.device().index(), hints);
   if (!problem) return false;
-  Pointers pointers = point(*problem, gemm, lhs, rhs, dst);
+  Pointers pointers = pointers_of(*problem, gemm, lhs, rhs, dst);
   problem->scales = is_by_row ? Scales::kByRow : Scales::kByTensor;
   problem->fast_accumulation = hints.fast_accumulation;
-  if (problem->scales == Scales::kByRow && !kHasScalesOfRows) return false;
+  if (problem->scales == Scales::kByRow && !kHasRowScales) return false;
   pointers.a_scale = (problem->swaps ? rhs_scale : lhs_scale).const_data_ptr();
   pointers.b_scale = (problem->swaps ? lhs_scale : rhs_scale).const_data_ptr();
   return multiply(*problem, pointers, gemm.accumulates);
 }
 
-// DeviceGemms::waves_of of CUDA. Requests an algorithm for buffers at address 0, which has the best alignment.
+// DeviceGemms::waves_of of CUDA. Finds the algorithm for buffers at address 0, which has the best alignment.
 std::optional<double> waves_on_cuda(const Gemm& gemm, at::ScalarType operands, at::ScalarType dst, at::Device device,
                                     const GemmHints& hints) {
   if (gemm.m == 0 || gemm.n == 0 || gemm.k == 0 || gemm.count == 0 || !is_supported(operands, dst)) return std::nullopt;
@@ -176,7 +180,7 @@ std::optional<double> waves_on_cuda(const Gemm& gemm, at::ScalarType operands, a
   if (!problem) return std::nullopt;
   const Buffer operand{0, static_cast<int64_t>(c10::elementSize(operands))};
   const Buffer result{0, static_cast<int64_t>(c10::elementSize(dst))};
-  const Pointers pointers = point(*problem, gemm, operand, operand, result);
+  const Pointers pointers = pointers_of(*problem, gemm, operand, operand, result);
   const auto algorithm = find_algorithm(device_of(*problem), *problem, pointers);
   return algorithm ? std::optional<double>(algorithm->waves) : std::nullopt;
 }

@@ -15,9 +15,12 @@ bool is_column_major(const View& view) {
   return (view.first.row_stride == 1 || view.rows == 1) && (view.first.column_stride >= view.rows || view.columns == 1);
 }
 
-// Returns a matrix as a column-major one, or nothing if no stride is 1. A single row or column is both row-major and
-// column-major; along its dense side it is loaded in wider words.
-//   1 x 6 with strides (0, 1): 6 x 1 column-major, transposed.  1 x 6 with strides (0, 4): column-major, leading dim 4
+// Returns the column-major layout of a matrix, perhaps transposed; nothing if no stride is 1. A single row or column is
+// both row-major and column-major. Then the layout is chosen in which the dense side, if there is one, is a column,
+// because cuBLASLt loads columns in wider words. For example, of a matrix of 1 row and 6 columns:
+//
+//   strides (0, 1)   6 x 1, transposed
+//   strides (0, 4)   1 x 6, leading dim 4
 std::optional<Layout> layout_of(const View& view, at::ScalarType dtype) {
   const View transposed = view.transposed();
   const bool is_transposed = is_column_major(transposed) && (view.rows == 1 || !is_column_major(view));
@@ -53,7 +56,7 @@ const char* name_of(cudaDataType_t dtype) {
   }
 }
 
-// Returns the compute type that ATen chooses, from the same settings.
+// Returns the compute type that ATen uses for operands of this dtype, from PyTorch's settings.
 cublasComputeType_t compute_type(at::ScalarType operands) {
   if (operands == at::kDouble) return CUBLAS_COMPUTE_64F;
   const bool is_tf32 =
@@ -62,7 +65,7 @@ cublasComputeType_t compute_type(at::ScalarType operands) {
   return is_tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
 }
 
-// Returns the ways to add partial sums along k that PyTorch's settings allow for a dtype.
+// Returns the mask of reduction schemes (ways to add partial sums along k) that PyTorch's settings allow for a dtype.
 uint32_t reduction_schemes(at::ScalarType operands) {
   at::CuBLASReductionOption option = at::CuBLASReductionOption::AllowReducedPrecisionWithSplitK;
   if (operands == at::kHalf) option = at::globalContext().allowFP16ReductionCuBLAS();
@@ -77,8 +80,8 @@ uint32_t reduction_schemes(at::ScalarType operands) {
   }
 }
 
-// Returns the number of multiprocessors to use; 0: all of them.
-int target_of(const GemmHints& hints) {
+// Returns the number of multiprocessors that a product may use; 0 means all.
+int num_sms_of(const GemmHints& hints) {
   const int all = at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
   return hints.sms_left > 0 && hints.sms_left < all ? all - hints.sms_left : 0;
 }
@@ -86,8 +89,8 @@ int target_of(const GemmHints& hints) {
 }  // namespace
 
 uint32_t alignment_of(const void* address, int64_t stride_bytes) {
-  constexpr uintptr_t kMost = 256;
-  const uintptr_t bits = reinterpret_cast<uintptr_t>(address) | static_cast<uintptr_t>(stride_bytes) | kMost;
+  constexpr uintptr_t kMaxAlignment = 256;
+  const uintptr_t bits = reinterpret_cast<uintptr_t>(address) | static_cast<uintptr_t>(stride_bytes) | kMaxAlignment;
   return static_cast<uint32_t>(bits & (~bits + 1));
 }
 
@@ -137,31 +140,32 @@ std::optional<Problem> problem_of(const Gemm& gemm, at::ScalarType lhs_dtype, at
   problem.count = gemm.count;
   problem.compute = compute_type(lhs_dtype);
   problem.reduction_schemes = reduction_schemes(lhs_dtype);
-  problem.num_sms = target_of(hints);
+  problem.num_sms = num_sms_of(hints);
   problem.device = device;
   return problem;
 }
 
-void* Buffer::point(const Matrix& matrix, Layout& layout) const {
+void* Buffer::address_of(const Matrix& matrix, Layout& layout) const {
   auto* address = reinterpret_cast<void*>(begin + matrix.offset * item_bytes);
   layout.alignment_bytes = alignment_of(address, layout.batch_stride * item_bytes);
   return address;
 }
 
-Pointers point(Problem& problem, const Gemm& gemm, const Buffer& lhs, const Buffer& rhs, const Buffer& dst) {
+Pointers pointers_of(Problem& problem, const Gemm& gemm, const Buffer& lhs, const Buffer& rhs, const Buffer& dst) {
   Pointers pointers;
-  pointers.a = problem.swaps ? rhs.point(gemm.rhs, problem.a) : lhs.point(gemm.lhs, problem.a);
-  pointers.b = problem.swaps ? lhs.point(gemm.lhs, problem.b) : rhs.point(gemm.rhs, problem.b);
-  pointers.d = dst.point(gemm.dst, problem.d);
+  pointers.a = problem.swaps ? rhs.address_of(gemm.rhs, problem.a) : lhs.address_of(gemm.lhs, problem.a);
+  pointers.b = problem.swaps ? lhs.address_of(gemm.lhs, problem.b) : rhs.address_of(gemm.rhs, problem.b);
+  pointers.d = dst.address_of(gemm.dst, problem.d);
   return pointers;
 }
 
-Pointers point(Problem& problem, const Gemm& gemm, const at::Tensor& lhs, const at::Tensor& rhs, at::Tensor& dst) {
+Pointers pointers_of(Problem& problem, const Gemm& gemm, const at::Tensor& lhs, const at::Tensor& rhs,
+                     at::Tensor& dst) {
   const auto buffer = [](const at::Tensor& tensor, const void* begin) {
     return Buffer{reinterpret_cast<uintptr_t>(begin), static_cast<int64_t>(tensor.element_size())};
   };
-  return point(problem, gemm, buffer(lhs, lhs.const_data_ptr()), buffer(rhs, rhs.const_data_ptr()),
-               buffer(dst, dst.mutable_data_ptr()));
+  return pointers_of(problem, gemm, buffer(lhs, lhs.const_data_ptr()), buffer(rhs, rhs.const_data_ptr()),
+                     buffer(dst, dst.mutable_data_ptr()));
 }
 
 }  // namespace shardwright::lt

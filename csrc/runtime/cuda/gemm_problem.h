@@ -1,4 +1,4 @@
-// Translates matrix products into problems for cuBLASLt.
+// Describes matrix products for cuBLASLt.
 //
 // cuBLASLt uses column-major matrices: d = op(a) x op(b), where op may transpose, and d is not transposed. A row-major
 // result is the transpose of a column-major one, and lhs x rhs = (rhs^T x lhs^T)^T. So every matrix with a stride of 1
@@ -31,7 +31,7 @@ struct View {
   }
 };
 
-// A View for cuBLASLt: `rows` x `columns` in memory, column-major, and transposed when multiplied if `is_transposed`.
+// A matrix for cuBLASLt: `rows` x `columns` in memory, column-major; the product uses its transpose if `is_transposed`.
 struct Layout {
   cudaDataType_t dtype = CUDA_R_32F;
   int64_t rows = 0;
@@ -44,15 +44,15 @@ struct Layout {
   auto operator<=>(const Layout&) const = default;
 };
 
-// Returns the common alignment in bytes of `address` plus all multiples of the stride, up to the largest that cuBLASLt
-// distinguishes.
+// Returns the largest power of two, at most 256, that divides `address` and `stride_bytes`. cuBLASLt does not
+// distinguish larger alignments. For example, 64 for address 4096 and stride 192.
 uint32_t alignment_of(const void* address, int64_t stride_bytes = 0);
 
-// The scales of 8-bit operands: none, one factor per operand, or one per row of lhs and per column of rhs.
+// The scales of 8-bit operands: none, one per operand, or one per row of lhs and one per column of rhs.
 enum class Scales : int8_t { kNone, kByTensor, kByRow };
 
-// The key of cached algorithms: everything that the choice of an algorithm depends on. If dst is row-major (`swaps`),
-// `a` is from rhs and `b` from lhs.
+// A product for cuBLASLt: all properties that the choice of an algorithm depends on. It is the key of cached
+// algorithms.
 struct Problem {
   Layout a;
   Layout b;
@@ -62,7 +62,7 @@ struct Problem {
   uint32_t reduction_schemes = CUBLASLT_REDUCTION_SCHEME_MASK;  // allowed ways to add partial sums along k
   int num_sms = 0;                                              // multiprocessors to use; 0: all
   at::DeviceIndex device = 0;
-  bool swaps = false;                 // see above
+  bool swaps = false;                 // dst is row-major, so `a` is from rhs and `b` from lhs
   uint32_t bias_alignment_bytes = 0;  // 0: no bias
   Scales scales = Scales::kNone;
   bool fast_accumulation = false;
@@ -73,7 +73,7 @@ struct Problem {
   cudaDataType_t scalar_type() const { return compute == CUBLAS_COMPUTE_64F ? CUDA_R_64F : CUDA_R_32F; }
 };
 
-// The addresses of a problem's operands and result. Null: not used.
+// The addresses of a problem's operands, result, bias and scales; null if the product has none.
 struct Pointers {
   const void* a = nullptr;
   const void* b = nullptr;
@@ -83,22 +83,22 @@ struct Pointers {
   const void* b_scale = nullptr;
 };
 
-// Returns the product as it was requested: m x k x n, lhs before rhs.
+// Returns a description for error messages, in terms of lhs, rhs and dst.
 std::string to_string(const Problem& problem);
 
 // Thrown if cuBLASLt does not support a product: on this architecture, in the loaded version, or with these layouts.
-// Nothing was launched, so ATen can do it.
+// Nothing was launched, so ATen can compute the product.
 class Unsupported : public std::exception {
  public:
   const char* what() const noexcept override { return "cuBLASLt does not support this product here"; }
 };
 
-// Throws Unsupported for the statuses with which cuBLASLt declines, and c10::Error that names the function and the
-// problem for other failures.
+// Throws Unsupported for the statuses with which cuBLASLt declines a product (lt_calls.h), and c10::Error that names
+// the function and the problem for other failures.
 void check(cublasStatus_t status, const char* function, const Problem& problem);
 
-// Returns the problem of a product, or nothing if an operand or the result has no stride of 1. `point` fills in
-// alignments.
+// Returns the problem of a product, or nothing if an operand or the result has no stride of 1. The alignments are
+// set by pointers_of.
 std::optional<Problem> problem_of(const Gemm& gemm, at::ScalarType lhs_dtype, at::ScalarType rhs_dtype,
                                   at::ScalarType dst_dtype, at::DeviceIndex device, const GemmHints& hints);
 
@@ -107,12 +107,12 @@ struct Buffer {
   uintptr_t begin = 0;
   int64_t item_bytes = 0;
 
-  // Returns the address of the matrix, and stores its alignment in the layout.
-  void* point(const Matrix& matrix, Layout& layout) const;
+  // Returns the address of a matrix in the buffer, and stores its alignment in the layout.
+  void* address_of(const Matrix& matrix, Layout& layout) const;
 };
 
-// Returns the addresses, and stores the alignments in the problem.
-Pointers point(Problem& problem, const Gemm& gemm, const Buffer& lhs, const Buffer& rhs, const Buffer& dst);
-Pointers point(Problem& problem, const Gemm& gemm, const at::Tensor& lhs, const at::Tensor& rhs, at::Tensor& dst);
+// Returns the addresses of the operands and the result, and stores their alignments in the problem.
+Pointers pointers_of(Problem& problem, const Gemm& gemm, const Buffer& lhs, const Buffer& rhs, const Buffer& dst);
+Pointers pointers_of(Problem& problem, const Gemm& gemm, const at::Tensor& lhs, const at::Tensor& rhs, at::Tensor& dst);
 
 }  // namespace shardwright::lt

@@ -10,7 +10,7 @@ namespace {
 
 // ------------------------------------------------------------------------------------------------ descriptors
 
-// A deleter that calls a function of cuBLASLt.
+// A deleter for std::unique_ptr that calls a function of cuBLASLt.
 template <auto kDestroy>
 struct Destroyer {
   template <typename T>
@@ -22,7 +22,7 @@ using MatmulDesc = std::unique_ptr<cublasLtMatmulDescOpaque_t, Destroyer<cublasL
 using LayoutDesc = std::unique_ptr<cublasLtMatrixLayoutOpaque_t, Destroyer<cublasLtMatrixLayoutDestroy>>;
 using Preference = std::unique_ptr<cublasLtMatmulPreferenceOpaque_t, Destroyer<cublasLtMatmulPreferenceDestroy>>;
 
-// Sets an attribute. Its value must have the size that cuBLASLt documents, so callers name its type.
+// Sets an attribute of a descriptor. The value must have the size that cuBLASLt documents, so callers write its type.
 template <typename Value>
 void set(const MatmulDesc& desc, cublasLtMatmulDescAttributes_t attribute, Value value, const Problem& problem) {
   check(cublasLtMatmulDescSetAttribute(desc.get(), attribute, &value, sizeof(value)), "cublasLtMatmulDescSetAttribute",
@@ -54,8 +54,8 @@ LayoutDesc describe(const Layout& layout, const Problem& problem) {
   return desc;
 }
 
-// cuBLAS 12.9 introduced kinds of scales; before, there was only one scale per tensor. If the version at run time is
-// older, it returns "invalid value".
+// Sets the scale mode of both operands, which cuBLAS 12.9 introduced. Before, there was only one scale per tensor. If
+// the version at run time is older than 12.9, cuBLASLt returns "invalid value".
 #if CUBLAS_VERSION >= 120900
 void set_kind_of_scales(const MatmulDesc& desc, const Problem& problem) {
   const int32_t kind = problem.scales == Scales::kByRow ? CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F
@@ -67,7 +67,7 @@ void set_kind_of_scales(const MatmulDesc& desc, const Problem& problem) {
 void set_kind_of_scales(const MatmulDesc&, const Problem&) {}
 #endif
 
-// Returns cuBLASLt's descriptor of a product. It includes the addresses of bias and scales.
+// Returns cuBLASLt's descriptor of a product, which contains the addresses of bias and scales.
 MatmulDesc describe(const Problem& problem, const Pointers& pointers) {
   cublasLtMatmulDesc_t handle = nullptr;
   check(cublasLtMatmulDescCreate(&handle, problem.compute, problem.scalar_type()), "cublasLtMatmulDescCreate", problem);
@@ -89,7 +89,7 @@ MatmulDesc describe(const Problem& problem, const Pointers& pointers) {
   return desc;
 }
 
-// All descriptors of a product.
+// The descriptors of a product and its matrices.
 struct Descriptors {
   MatmulDesc matmul;
   LayoutDesc a;
@@ -127,11 +127,11 @@ Algorithm request_algorithm(const Device& device, const Problem& problem, const 
   return Algorithm{result.algo, result.workspaceSize, result.wavesCount};
 }
 
-// A cache of algorithms, because requesting an algorithm takes longer than launching it. An empty entry means that the
-// product has none. The cache is cleared when full, which costs little even in a job with that many kinds of products.
+// A cache of algorithms by problem, because requesting an algorithm takes longer than launching it. An entry of nullopt
+// means that cuBLASLt declined the problem. The cache is cleared when it is full.
 class AlgorithmCache {
  public:
-  // Returns nothing if the problem is not cached.
+  // Returns the entry of a problem; nothing if the problem is not cached.
   std::optional<std::optional<Algorithm>> find(const Problem& problem) {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto found = algorithms_.find(problem);
@@ -140,9 +140,9 @@ class AlgorithmCache {
   }
 
   void put(const Problem& problem, std::optional<Algorithm> algorithm) {
-    constexpr size_t kMost = 4096;
+    constexpr size_t kMaxAlgorithms = 4096;
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (algorithms_.size() >= kMost) algorithms_.clear();
+    if (algorithms_.size() >= kMaxAlgorithms) algorithms_.clear();
     algorithms_.insert_or_assign(problem, algorithm);
   }
 
@@ -156,7 +156,7 @@ AlgorithmCache& algorithm_cache() {
   return instance;
 }
 
-// Like find_algorithm, with existing descriptors.
+// Like find_algorithm, but takes the descriptors, and throws Unsupported if cuBLASLt declines for the first time.
 std::optional<Algorithm> algorithm_for(const Device& device, const Problem& problem, const Descriptors& descriptors) {
   if (const auto known = algorithm_cache().find(problem)) return *known;
   const Algorithm algorithm = request_algorithm(device, problem, descriptors);

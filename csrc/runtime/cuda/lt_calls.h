@@ -1,10 +1,13 @@
-// The calls of cuBLASLt for one product. Every status has a defined outcome:
+// Calls cuBLASLt for one product. Each status has one outcome:
 //
-//   success                                              the product was launched
-//   not supported, architecture mismatch, invalid value  ATen does the product; cached, so it is not tried again
-//   any other                                            c10::Error with function, status and product
+//   status                                                outcome
+//   success                                               the product was launched
+//   not supported, architecture mismatch, invalid value   cuBLASLt *declines*: ATen computes the product, and later
+//   ones
+//                                                         of the same problem
+//   any other                                             c10::Error with function, status and product
 //
-// This file needs no device: tests run it against a mock of cuBLASLt.
+// These functions need no device: tests run them against a mock of cuBLASLt.
 #pragma once
 
 #include <cublasLt.h>
@@ -24,18 +27,18 @@ struct Algorithm {
   double waves = 0;  // tiles of the product / tiles that the device runs at once
 };
 
-// The handle and stream for a product.
+// The library handle and stream for a product.
 struct Device {
   cublasLtHandle_t handle = nullptr;
   cudaStream_t stream = nullptr;
   size_t workspace_limit_bytes = 0;
 };
 
-// Returns the cached algorithm, or requests one. Returns nothing if cuBLASLt declines.
+// Returns the algorithm for a problem, from the cache or from cuBLASLt. Returns nothing if cuBLASLt declines.
 std::optional<Algorithm> find_algorithm(const Device& device, const Problem& problem, const Pointers& pointers);
 
-// Launches the product. `workspace_of` returns the workspace for its algorithm, which must live until the call has
-// returned. Returns false, with nothing launched, if cuBLASLt declines.
+// Launches a product: d = a x b, or d += a x b if `accumulates`. `workspace_of` returns the workspace for an algorithm,
+// which must live until the call has returned. Returns false, with nothing launched, if cuBLASLt declines.
 bool multiply(const Device& device, const Problem& problem, const Pointers& pointers, bool accumulates,
               const std::function<void*(const Algorithm&)>& workspace_of);
 

@@ -1,5 +1,5 @@
-// Reductions on the GPU: every part is read once and the result is written once. The order of the parts and the
-// accumulators are the same as on CPU, so the bits are the same.
+// Implements DeviceReduce (runtime/local_ops.h) for CUDA: every part is read once and the result is written once. The
+// order of the parts and the dtype of the accumulators are the same as on CPU, so the results have the same bits.
 #include <ATen/Dispatch.h>
 #include <ATen/OpMathType.h>
 #include <ATen/cuda/CUDAContext.h>
@@ -14,7 +14,7 @@
 namespace shardwright {
 namespace {
 
-constexpr int kWordBytes = 16;  // the widest load of a thread
+constexpr int kWordBytes = 16;  // the largest load of one thread
 
 template <typename Item, int kItems, typename Combine>
 __global__ void __launch_bounds__(kReduceThreads)
@@ -24,17 +24,17 @@ __global__ void __launch_bounds__(kReduceThreads)
                                                       num_words, divisor, dst);
 }
 
-// Reduces `num_words` words of kItems elements each.
+// Launches the reduction of `num_words` words of kItems elements each.
 template <typename Item, int kItems, typename Combine>
 void launch(const ReducedParts<Item>& parts, int num_parts, int64_t num_words, double divisor, Item* dst) {
   if (num_words == 0) return;
-  const auto blocks = static_cast<unsigned>(reduce_blocks(num_words));
+  const auto blocks = static_cast<unsigned>(num_reduce_blocks(num_words));
   reduce_words<Item, kItems, Combine>
       <<<blocks, kReduceThreads, 0, at::cuda::getCurrentCUDAStream()>>>(parts, num_parts, num_words, divisor, dst);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-// Reduces in wide words if all addresses allow that, and the remaining elements one by one.
+// Reduces tensors: in words of 16 bytes if all addresses are multiples of 16, and the remaining elements one by one.
 template <typename Item, typename Combine>
 void reduce_items(const std::vector<at::Tensor>& tensors, double divisor, at::Tensor& dst) {
   constexpr int kItems = kWordBytes / sizeof(Item);

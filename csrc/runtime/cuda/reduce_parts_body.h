@@ -17,7 +17,7 @@ struct ReducedParts {
   const Item* at[kMaxReducedParts];
 };
 
-// Elements that a thread loads and stores at once.
+// A word: kItems elements that a thread loads and stores at once.
 template <typename Item, int kItems>
 struct alignas(sizeof(Item) * kItems) ItemWord {
   Item items[kItems];
@@ -53,10 +53,10 @@ struct MaxOfTwo {
 };
 
 // Returns the number of thread blocks for this many words.
-inline int64_t reduce_blocks(int64_t words) { return (words + kReduceThreads - 1) / kReduceThreads; }
+inline int64_t num_reduce_blocks(int64_t words) { return (words + kReduceThreads - 1) / kReduceThreads; }
 
-// Reduces one thread's word (kItems elements) over all parts, in their order, accumulated in the type `Accumulator`,
-// and divides the result.
+// Reduces one thread's word over all parts, in their order, with accumulators of type `Accumulator`, and divides the
+// result.
 template <typename Accumulator, int kItems, typename Combine, typename Item>
 SHARDWRIGHT_HOST_DEVICE void reduce_word(int64_t block, int thread, const ReducedParts<Item>& parts, int num_parts,
                                          int64_t num_words, double divisor, Item* dst) {

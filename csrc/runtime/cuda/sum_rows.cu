@@ -1,5 +1,6 @@
-// Sums of rows on the GPU, in one launch: every row is read once and the result is written once, for any number of
-// columns. The order and the accumulators are the same as on CPU, so the bits are the same.
+// Implements DeviceSumRows (runtime/expert_rows.h) for CUDA, in one launch: every row is read once and the result is
+// written once, for any number of columns. The order of the rows and the dtype of the accumulators are the same as on
+// CPU, so the results have the same bits.
 #include <ATen/Dispatch.h>
 #include <ATen/OpMathType.h>
 #include <ATen/cuda/CUDAContext.h>
@@ -18,6 +19,7 @@ __global__ void __launch_bounds__(RowSums<Item, Weight>::kThreads)
   sums.template run<at::opmath_type<Item>>(blockIdx.x, static_cast<int>(threadIdx.x));
 }
 
+// Launches the kernel. Without weights, `weights` is null.
 template <typename Item, typename Weight>
 void launch(const at::Tensor& rows, const at::Tensor& table, const Weight* weights, at::Tensor& out) {
   const RowSums<Item, Weight> sums{rows.const_data_ptr<Item>(),

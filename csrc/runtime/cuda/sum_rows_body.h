@@ -26,7 +26,7 @@ struct RowSums {
   SHARDWRIGHT_HOST_DEVICE int64_t blocks_per_row() const { return (width + kThreads - 1) / kThreads; }
   SHARDWRIGHT_HOST_DEVICE int64_t num_blocks() const { return num_sums * blocks_per_row(); }
 
-  // Multiplies and rounds, as the loops on CPU do. A fused multiply-add would give other bits.
+  // Returns the rounded product, as the loops on CPU compute it. A fused multiply-add would give other bits.
   static SHARDWRIGHT_HOST_DEVICE float multiplied(float a, float b) {
 #ifdef __CUDA_ARCH__
     return __fmul_rn(a, b);
