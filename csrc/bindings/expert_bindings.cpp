@@ -22,6 +22,7 @@ namespace {
 namespace py = pybind11;
 using ReleaseGil = py::call_guard<py::gil_scoped_release>;
 
+// Returns a view of a contiguous tensor [tokens, per token] in host memory.
 template <typename T>
 PerToken<T> per_token(const at::Tensor& tensor) {
   return {tensor.const_data_ptr<T>(), tensor.size(0), tensor.size(1)};
@@ -32,6 +33,7 @@ std::span<const T> span_of(const at::Tensor& tensor) {
   return {tensor.const_data_ptr<T>(), static_cast<size_t>(tensor.numel())};
 }
 
+// Returns a tensor of the values.
 template <typename T>
 at::Tensor tensor_of(const std::vector<T>& values, at::IntArrayRef shape, at::ScalarType dtype) {
   at::Tensor tensor = at::empty(shape, dtype);
@@ -39,15 +41,17 @@ at::Tensor tensor_of(const std::vector<T>& values, at::IntArrayRef shape, at::Sc
   return tensor;
 }
 
+// Returns a 1-D int64 tensor of the values.
 at::Tensor longs_of(const std::vector<int64_t>& values) {
   return tensor_of(values, {static_cast<int64_t>(values.size())}, at::kLong);
 }
 
+// send_rows, rows_of_token, rows for each rank, codes for each rank.
 using Routes = std::tuple<at::Tensor, at::Tensor, std::vector<int64_t>, std::vector<int64_t>>;
 
 Routes routes_of(const at::Tensor& codes, const std::vector<int32_t>& target_of_replica, int num_ranks) {
   RowRoutes routes = route_rows(per_token<int32_t>(codes), target_of_replica, num_ranks);
-  return {longs_of(routes.send_rows), tensor_of(routes.returns, {codes.size(0), routes.width}, at::kLong),
+  return {longs_of(routes.send_rows), tensor_of(routes.rows_of_token, {codes.size(0), routes.width}, at::kLong),
           std::move(routes.row_counts), std::move(routes.pair_counts)};
 }
 
@@ -59,27 +63,31 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> expansion_of(const at::Tensor& co
   return {longs_of(expansion.pairs), tensor_of(expansion.copies, codes.sizes(), at::kLong), longs_of(expansion.counts)};
 }
 
-std::pair<at::Tensor, int64_t> left_by_capacity(const at::Tensor& codes, const at::Tensor& taken, int64_t capacity) {
+std::pair<at::Tensor, int64_t> drop_codes_beyond_capacity(const at::Tensor& codes, const at::Tensor& taken,
+                                                          int64_t capacity) {
   const auto before = span_of<int64_t>(taken);
   at::Tensor left = codes.clone();
   const std::span<int32_t> changed(left.mutable_data_ptr<int32_t>(), static_cast<size_t>(left.numel()));
-  const int64_t dropped = drop_beyond(changed, {before.begin(), before.end()}, capacity);
+  const int64_t dropped = drop_beyond_capacity(changed, {before.begin(), before.end()}, capacity);
   return {left, dropped};
 }
 
 void define_index_arithmetic(py::module_& m) {
-  py::class_<ExpertPlacement>(m, "ExpertPlacement",
-                              "The ranks that hold each expert. A replica is one expert on one rank, numbered in the "
-                              "order of ranks. A code is a replica's number plus 1, or 0 for none.")
+  py::class_<ExpertPlacement>(
+      m, "ExpertPlacement",
+      "The experts on each rank of a group. A replica is one expert on one rank; replicas are numbered in the order of "
+      "ranks. A code is a replica's number plus 1, or 0 for no expert.")
       .def(py::init<int64_t, const std::vector<std::vector<int64_t>>&>(), py::arg("num_experts"),
            py::arg("experts_of_rank"),
-           "Raises ValueError if an expert is on no rank, is out of range, or is listed twice for one rank.")
+           "`experts_of_rank`: for each rank of the group, its experts in their order. Raises ValueError if an expert "
+           "is on "
+           "no rank, is out of range, or is listed twice for one rank.")
       .def_property_readonly("num_experts", &ExpertPlacement::num_experts)
       .def_property_readonly("num_replicas", &ExpertPlacement::num_replicas)
       .def_property_readonly("first_replica", &ExpertPlacement::first_replica,
-                             "First replica of each rank, then the number of replicas.")
-      .def_property_readonly("rank_of_replica", &ExpertPlacement::rank_of_replica)
-      .def_property_readonly("hash", &ExpertPlacement::hash)
+                             "The first replica of each rank, then the number of replicas.")
+      .def_property_readonly("rank_of_replica", &ExpertPlacement::rank_of_replica, "The rank of each replica.")
+      .def_property_readonly("hash", &ExpertPlacement::hash, "A hash of the arguments, for ranks to compare.")
       .def(
           "choose",
           [](const ExpertPlacement& placement, const at::Tensor& expert_ids, int rank,
@@ -88,25 +96,31 @@ void define_index_arithmetic(py::module_& m) {
             return tensor_of(choose_replicas(placement, ids, rank, node_of_rank), expert_ids.sizes(), at::kInt);
           },
           py::arg("expert_ids"), py::arg("rank"), py::arg("node_of_rank"), ReleaseGil(),
-          "Returns int32 codes for the int64 ids of `rank`, in host memory. Raises ValueError if an id is out of "
-          "range.");
+          "Returns int32 codes for `expert_ids` ([tokens, experts per token], int64; -1 for no expert), the choices of "
+          "`rank`. "
+          "Both are in host memory. `node_of_rank` may be empty. Raises ValueError if an id is out of range.");
   m.def(
       "count_by_replica",
       [](const at::Tensor& codes, int64_t num_replicas) {
         return longs_of(count_by_replica(span_of<int32_t>(codes), num_replicas));
       },
-      py::arg("codes"), py::arg("num_replicas"), ReleaseGil());
-  m.def("drop_beyond", &left_by_capacity, py::arg("codes"), py::arg("taken"), py::arg("capacity"), ReleaseGil(),
-        "Drops tokens beyond the capacity. A replica that has `taken` some tokens already takes `capacity` in all. "
-        "Returns the codes, in which dropped ones are 0, and the number of dropped ones.");
-  m.def("route_rows", &routes_of, py::arg("codes"), py::arg("target_of_replica"), py::arg("num_ranks"), ReleaseGil(),
-        "Returns `send_rows` and `returns` of a `RowExchange`, and the numbers of rows and of codes for each rank. A "
-        "target of -1 is no rank.");
+      py::arg("codes"), py::arg("num_replicas"), ReleaseGil(),
+      "Returns the number of codes for each replica, as int64.");
+  m.def("drop_beyond_capacity", &drop_codes_beyond_capacity, py::arg("codes"), py::arg("taken"), py::arg("capacity"),
+        ReleaseGil(),
+        "Limits the number of tokens of each replica to `capacity`; a replica has ``taken[replica]`` tokens already. "
+        "Returns (codes, in which those of further tokens are 0; the number of these).");
   m.def(
-      "expand_rows", &expansion_of, py::arg("codes"), py::arg("first_replica"), py::arg("num_local"),
-      py::arg("origins"), ReleaseGil(),
-      "Returns the pairs of a row and a code, ordered by expert, then by origin; the indices of pairs by row; and the "
-      "number of pairs of each expert.");
+      "route_rows", &routes_of, py::arg("codes"), py::arg("target_of_replica"), py::arg("num_ranks"), ReleaseGil(),
+      "Returns (`send_rows` and `rows_of_token` of a `RowExchange`, number of rows for each rank, number of codes for "
+      "each rank). A replica whose target is -1 is not sent.");
+  m.def("expand_rows", &expansion_of, py::arg("codes"), py::arg("first_replica"), py::arg("num_local"),
+        py::arg("origins"), ReleaseGil(),
+        "Returns (pairs, copies, counts) for the replicas of this rank, from the codes of received rows. `pairs`: for "
+        "each "
+        "copy of a row, ``row * codes per row + column``, ordered by expert, then by origin. `copies`: for each code, "
+        "the "
+        "index of its copy, or -1. `counts`: number of copies for each local expert.");
 }
 
 void define_device_arithmetic(py::module_& m) {
@@ -116,15 +130,18 @@ void define_device_arithmetic(py::module_& m) {
              return DevicePlacement(placement, c10::Device(device));
            }),
            py::arg("placement"), py::arg("device"), ReleaseGil())
-      .def("choose", &choose_replicas_on_device, py::arg("expert_ids"), py::arg("rank"), ReleaseGil())
+      .def("choose", &choose_replicas_on_device, py::arg("expert_ids"), py::arg("rank"), ReleaseGil(),
+           "Like `ExpertPlacement.choose` without nodes, on the device.")
       .def(
           "route",
           [](const DevicePlacement& placement, const at::Tensor& codes, int64_t rows_per_rank) {
             const DeviceRoutes routes = route_rows_on_device(placement, codes, rows_per_rank);
-            return std::make_tuple(routes.send_rows, routes.returns, routes.dropped);
+            return std::make_tuple(routes.send_rows, routes.rows_of_token, routes.dropped);
           },
           py::arg("codes"), py::arg("rows_per_rank"), ReleaseGil(),
-          "Returns `send_rows` and `returns` of a `RowExchange`, and the number of codes without a row.");
+          "Returns (`send_rows` and `rows_of_token` of a `RowExchange` with `rows_per_rank` rows for each rank, number "
+          "of codes "
+          "without a row).");
   m.def(
       "expand_rows_on_device",
       [](const at::Tensor& codes, int64_t first_replica, int64_t num_local, const std::optional<at::Tensor>& origins,
@@ -134,47 +151,66 @@ void define_device_arithmetic(py::module_& m) {
       },
       py::arg("codes"), py::arg("first_replica"), py::arg("num_local"), py::arg("origins"), py::arg("capacity"),
       py::arg("max_pairs"), ReleaseGil(),
-      "Does what `expand_rows` does for at most `max_pairs` pairs and `capacity` pairs of each expert. Also returns "
-      "the number of dropped pairs.");
+      "Like `expand_rows`, for at most `max_pairs` copies in all and `capacity` copies for each expert. Also returns "
+      "the "
+      "number of dropped copies.");
 }
 
 void define_rows(py::module_& m) {
   py::class_<RowExchange>(m, "RowExchange",
-                          "The rows that ranks of a group send each other, and the places at which returned rows are "
-                          "summed.\n\n`wire` is the device type of the tensors that the group transfers.")
-      .def(py::init([](const std::string& group, const std::string& wire, const at::Tensor& send_rows,
-                       const at::Tensor& returns, const std::vector<int64_t>& send_counts,
-                       const std::vector<int64_t>& receive_counts) {
-             return RowExchange(group_named(group), c10::Device(wire).type(), send_rows, returns, send_counts,
-                                receive_counts);
-           }),
-           py::arg("group_name"), py::arg("wire"), py::arg("send_rows"), py::arg("returns"), py::arg("send_counts"),
-           py::arg("receive_counts"))
-      .def_property_readonly("num_rows", &RowExchange::num_rows)
-      .def_property_readonly("num_received", &RowExchange::num_received)
+                          "The rows that the ranks of a group send each other, and the sums of the results that they "
+                          "send back (csrc/runtime/expert_exchange.h). Parts are tensors [rows, width].")
+      .def(
+          py::init([](const std::string& group, const std::string& group_device, const at::Tensor& send_rows,
+                      const at::Tensor& rows_of_token, const std::vector<int64_t>& send_counts,
+                      const std::vector<int64_t>& receive_counts) {
+            return RowExchange(group_named(group), c10::Device(group_device).type(), send_rows, rows_of_token,
+                               send_counts, receive_counts);
+          }),
+          py::arg("group_name"), py::arg("group_device"), py::arg("send_rows"), py::arg("rows_of_token"),
+          py::arg("send_counts"), py::arg("receive_counts"),
+          "`group_device`: the type of device whose tensors the group transfers. `send_rows`: row numbers by receiving "
+          "rank; -1 is a row of zeros. `rows_of_token`: [rows, columns], the indices of each row in `send_rows`, then "
+          "-1.")
+      .def_property_readonly("num_rows", &RowExchange::num_rows, "Number of rows of the parts that `send` takes.")
+      .def_property_readonly("num_received", &RowExchange::num_received,
+                             "Number of rows that this rank receives, from itself included.")
       .def_property_readonly("num_sent_to_others", &RowExchange::num_sent_to_others)
       .def_property_readonly("num_received_from_others", &RowExchange::num_received_from_others)
-      .def("send", &RowExchange::send, py::arg("step"), py::arg("parts"), ReleaseGil())
-      .def("send_back", &RowExchange::send_back, py::arg("step"), py::arg("parts"), ReleaseGil());
+      .def("send", &RowExchange::send, py::arg("step"), py::arg("parts"), ReleaseGil(),
+           "Sends the rows of all parts. Returns the received rows of each part, ordered by sending rank. Raises "
+           "DistBackendError that names `step` if the transfer fails.")
+      .def("send_back", &RowExchange::send_back, py::arg("step"), py::arg("parts"), ReleaseGil(),
+           "Sends results for received rows back. Returns, for each part, the sum of the results of each row.");
   m.def(
       "exchange_words",
       [](const std::string& group, const std::string& step, const at::Tensor& words, const std::string& device) {
         return exchange_words(*group_named(group), step, words, c10::Device(device));
       },
       py::arg("group_name"), py::arg("step"), py::arg("words"), py::arg("device"), ReleaseGil(),
-      "All-to-all of int64 rows from and to host memory, staged on a device.");
-  m.def("record_bytes", &record_bytes, py::arg("parts"), "Returns the bytes of a row whose parts are sent together.");
+      "Sends row r of `words` ([group size, n], int64, in host memory) to rank r. Returns a tensor whose row r is from "
+      "rank "
+      "r. The transfer uses `device`.");
+  m.def("record_bytes", &record_bytes, py::arg("parts"),
+        "Returns the bytes that are sent for one row of these parts, with padding.");
   m.def("take_rows", &take_rows, py::arg("rows"), py::arg("index"), ReleaseGil(),
-        "Returns a tensor whose row i is row ``index[i]`` of `rows`, or zeros for -1.");
+        "Returns a tensor whose row i is ``rows[index[i]]``, or zeros if ``index[i]`` is -1.");
   m.def("sum_rows", &sum_rows, py::arg("rows"), py::arg("table"), py::arg("weights"), ReleaseGil(),
-        "Returns the sums of the rows that each row of `table` names, added in the order of its columns.");
-  m.def("take_weighted_rows", &take_weighted_rows, py::arg("rows"), py::arg("pairs"), py::arg("weights"), ReleaseGil());
+        "Returns a tensor whose row m is the sum over j of ``weights[m, j] * rows[table[m, j]]``, without entries of "
+        "-1. None "
+        "means weights of 1.");
+  m.def(
+      "take_weighted_rows", &take_weighted_rows, py::arg("rows"), py::arg("pairs"), py::arg("weights"), ReleaseGil(),
+      "Returns, for each pair p (an index into the flat `weights` of shape [rows, n]), the row ``rows[p // n]`` times "
+      "weight p; zeros for -1.");
   m.def(
       "dot_rows",
       [](const at::Tensor& rows, const at::Tensor& table, const at::Tensor& others, const at::Tensor& like) {
         return dot_rows(rows, table, others, like.scalar_type());
       },
-      py::arg("rows"), py::arg("table"), py::arg("others"), py::arg("like"), ReleaseGil());
+      py::arg("rows"), py::arg("table"), py::arg("others"), py::arg("like"), ReleaseGil(),
+      "Returns a tensor of the dtype of `like`: element (m, j) is the dot product of ``rows[table[m, j]]`` and "
+      "``others[m]``, 0 for -1.");
 }
 
 }  // namespace

@@ -1,7 +1,7 @@
-// The index arithmetic of experts.h in ATen's operators. The host never waits for the device and no size depends on
-// values, so a graph can capture all of it. It runs on any device; tests compare it with experts.h on CPU.
+// The index arithmetic of experts.h with ATen's operators. The host never waits for the device and no size depends on
+// values, so a graph can capture these functions. They run on any device; tests compare them with experts.h on CPU.
 //
-// Indices are int64, codes int32. An expert id that is out of range is an error of ATen, on CUDA a device-side
+// Indices are int64, codes int32. An expert id that is out of range raises ATen's error, on CUDA a device-side
 // assertion.
 #pragma once
 
@@ -13,32 +13,34 @@
 
 namespace shardwright {
 
-// The tables of a placement (experts.h) on a device. Make them before a capture, and keep them as long as the graph
-// that reads them.
+// The tables of a placement (experts.h) on a device. Make them before a capture, and keep them as long as the captured
+// graph.
 struct DevicePlacement {
   DevicePlacement(const ExpertPlacement& placement, c10::Device device);
 
   bool has_copies;
   int num_ranks;
-  at::Tensor code_of;    // [experts + 1, ranks (1 without copies)]: the code for expert id + 1 on a rank, or 0
-  at::Tensor target_of;  // [replicas + 1]: the rank for each code; num_ranks for code 0
+  // [experts + 1, ranks], or [experts + 1, 1] if every expert is on one rank: element (id + 1, rank) is the code of the
+  // expert's replica on the rank, or 0 if there is none. Row 0 is for the id -1.
+  at::Tensor code_of;
+  at::Tensor target_of;  // [replicas + 1]: the rank of each code; num_ranks for code 0
 };
 
-// Like choose_replicas without nodes. `expert_ids`: [tokens, per token], int64.
+// Like choose_replicas without nodes. `expert_ids`: [tokens, per token], int64. Returns codes of the same shape.
 at::Tensor choose_replicas_on_device(const DevicePlacement& placement, const at::Tensor& expert_ids, int rank);
 
-// RowRoutes with a fixed number of rows for each rank; entries without a row are -1.
+// Like RowRoutes, but with rows_per_rank rows for each rank. Unused rows and entries are -1.
 struct DeviceRoutes {
-  at::Tensor send_rows;  // [ranks * rows_per_rank]
-  at::Tensor returns;    // [tokens, columns]
-  at::Tensor dropped;    // [], int64: number of codes without a row, because the rows of their rank are full
+  at::Tensor send_rows;      // [ranks * rows_per_rank]
+  at::Tensor rows_of_token;  // [tokens, min(per token, ranks)]
+  at::Tensor dropped;        // [], int64: number of codes without a row, because the rows of their rank are full
 };
 
 // Like route_rows, with exactly `rows_per_rank` rows for every rank. Once the rows of a rank are full, later tokens get
 // no row there.
 DeviceRoutes route_rows_on_device(const DevicePlacement& placement, const at::Tensor& codes, int64_t rows_per_rank);
 
-// Expansion with a fixed number of pairs.
+// Like Expansion, but with a fixed number of pairs.
 struct DeviceExpansion {
   at::Tensor pairs;    // [max_pairs], -1 after the last one
   at::Tensor copies;   // [rows, codes per row]: index into `pairs`, or -1

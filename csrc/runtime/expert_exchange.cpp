@@ -22,7 +22,7 @@ constexpr int64_t kPartAlignment = 16;
 // Rounds up to a multiple of kPartAlignment.
 int64_t aligned(int64_t bytes) { return (bytes + kPartAlignment - 1) / kPartAlignment * kPartAlignment; }
 
-// Returns the bytes of one row of a part.
+// Returns the size in bytes of one row of a part.
 int64_t width_bytes(const at::Tensor& part) { return part.size(1) * static_cast<int64_t>(part.element_size()); }
 
 // Raises the error of an exchange, which names rank, step and group.
@@ -32,11 +32,13 @@ int64_t width_bytes(const at::Tensor& part) { return part.size(1) * static_cast<
   throw c10::DistBackendError({__func__, __FILE__, __LINE__}, text);
 }
 
-// Returns the bytes of a part, with pending conjugation and negation applied.
+// Returns a part as uint8, [rows, bytes per row], with pending conjugation and negation applied.
 at::Tensor bytes_of(const at::Tensor& part) { return part.resolve_conj().resolve_neg().contiguous().view(at::kByte); }
 
-// Returns the device from which rows on `device` are sent: the CPU, or the same device.
-c10::Device device_for(c10::DeviceType wire, c10::Device device) { return wire == at::kCPU ? at::kCPU : device; }
+// Returns the device from which the group sends rows on `device`: the CPU, or the same device.
+c10::Device device_for(c10::DeviceType group_device, c10::Device device) {
+  return group_device == at::kCPU ? at::kCPU : device;
+}
 
 // Returns the counts, each multiplied by a factor.
 std::vector<int64_t> times(std::vector<int64_t> counts, int64_t factor) {
@@ -44,11 +46,10 @@ std::vector<int64_t> times(std::vector<int64_t> counts, int64_t factor) {
   return counts;
 }
 
-// Records of several parts in one byte tensor: [number of records, record_bytes]. A record is the parts of one row,
-// next to each other.
+// Records in one byte tensor: [number of records, record_bytes]. The parts of a record are consecutive.
 class Records {
  public:
-  // Allocates records without content. `parts` give widths and dtypes, and must outlive this.
+  // Allocates records with undefined content. `parts` give widths and dtypes, and must outlive the Records.
   Records(const std::vector<at::Tensor>& parts, int64_t num_records) : parts_(parts) {
     const int64_t bytes = record_bytes(parts);
     bytes_ = allocate_staging(num_records * bytes, parts.front().options().dtype(at::kByte)).view({num_records, bytes});
@@ -90,14 +91,16 @@ int64_t record_bytes(const std::vector<at::Tensor>& parts) {
   return bytes;
 }
 
-at::Tensor exchange_rows(RankGroup& group, const std::string& step, c10::DeviceType wire, const at::Tensor& rows,
-                         const std::vector<int64_t>& send_counts, const std::vector<int64_t>& receive_counts) {
+at::Tensor exchange_rows(RankGroup& group, const std::string& step, c10::DeviceType group_device,
+                         const at::Tensor& rows, const std::vector<int64_t>& send_counts,
+                         const std::vector<int64_t>& receive_counts) {
   const GroupLease lease = group.lease();
   TORCH_CHECK(lease, "shardwright: rank ", group.rank(), " failed in ", step, ", because its process group '",
               group.name(), "' was destroyed; dispatch again with a group that exists");
   const int64_t row_bytes = rows.size(1);
   const int64_t num_received = std::reduce(receive_counts.begin(), receive_counts.end());
-  at::Tensor received = at::empty({num_received, row_bytes}, rows.options().device(device_for(wire, rows.device())));
+  at::Tensor received =
+      at::empty({num_received, row_bytes}, rows.options().device(device_for(group_device, rows.device())));
   if (row_bytes == 0) return received.to(rows.device());
   prefer_huge_pages(received);
   if (rows.device() != received.device()) ++counters().through_host;
@@ -126,12 +129,13 @@ at::Tensor exchange_words(RankGroup& group, const std::string& step, const at::T
   return exchange_rows(group, step, device.type(), bytes, one_each, one_each).cpu().view(at::kLong);
 }
 
-RowExchange::RowExchange(RankGroupPtr group, c10::DeviceType wire, at::Tensor send_rows, at::Tensor returns,
-                         std::vector<int64_t> send_counts, std::vector<int64_t> receive_counts)
+RowExchange::RowExchange(RankGroupPtr group, c10::DeviceType group_device, at::Tensor send_rows,
+                         at::Tensor rows_of_token, std::vector<int64_t> send_counts,
+                         std::vector<int64_t> receive_counts)
     : group_(std::move(group)),
-      wire_(wire),
+      group_device_(group_device),
       send_rows_(std::move(send_rows)),
-      returns_(std::move(returns)),
+      rows_of_token_(std::move(rows_of_token)),
       send_counts_(std::move(send_counts)),
       receive_counts_(std::move(receive_counts)),
       num_received_(std::reduce(receive_counts_.begin(), receive_counts_.end())) {
@@ -145,8 +149,8 @@ int64_t RowExchange::num_sent_to_others() const { return send_rows_.size(0) - se
 int64_t RowExchange::num_received_from_others() const { return num_received_ - receive_counts_[group_->rank()]; }
 
 at::Tensor RowExchange::exchange(const std::string& step, const at::Tensor& rows, bool is_reverse) const {
-  return is_reverse ? exchange_rows(*group_, step, wire_, rows, receive_counts_, send_counts_)
-                    : exchange_rows(*group_, step, wire_, rows, send_counts_, receive_counts_);
+  return is_reverse ? exchange_rows(*group_, step, group_device_, rows, receive_counts_, send_counts_)
+                    : exchange_rows(*group_, step, group_device_, rows, send_counts_, receive_counts_);
 }
 
 std::vector<at::Tensor> RowExchange::send(const std::string& step, const std::vector<at::Tensor>& parts) const {
@@ -162,13 +166,13 @@ std::vector<at::Tensor> RowExchange::send(const std::string& step, const std::ve
 
 std::vector<at::Tensor> RowExchange::send_back(const std::string& step, const std::vector<at::Tensor>& parts) const {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;  // autograd need not see parts of records as views
-  const bool is_alone = parts.size() == 1;
-  const Records outgoing = is_alone ? Records(parts, bytes_of(parts.front())) : Records(parts, num_received_);
-  for (size_t i = 0; i < parts.size() && !is_alone; ++i) outgoing.part(i).copy_(parts[i]);
+  const bool is_one_part = parts.size() == 1;
+  const Records outgoing = is_one_part ? Records(parts, bytes_of(parts.front())) : Records(parts, num_received_);
+  for (size_t i = 0; i < parts.size() && !is_one_part; ++i) outgoing.part(i).copy_(parts[i]);
   const Records answers(parts, exchange(step, outgoing.bytes(), true));
-  if (!is_alone) outgoing.release();
+  if (!is_one_part) outgoing.release();
   std::vector<at::Tensor> sums;
-  for (size_t i = 0; i < parts.size(); ++i) sums.push_back(sum_rows(answers.part(i), returns_, std::nullopt));
+  for (size_t i = 0; i < parts.size(); ++i) sums.push_back(sum_rows(answers.part(i), rows_of_token_, std::nullopt));
   return sums;
 }
 

@@ -21,20 +21,21 @@
 namespace shardwright {
 namespace {
 
-constexpr int64_t kBytesPerTask = 1 << 16;  // minimum per task of a thread
+constexpr int64_t kMinBytesPerTask = 1 << 16;  // of at::parallel_for
 
-// Returns the rows, each dense, with pending conjugation and negation applied.
+// Returns rows with a stride of 1 between their elements, with pending conjugation and negation applied. Copies them
+// only if needed.
 at::Tensor with_dense_rows(const at::Tensor& input) {
   const at::Tensor rows = input.resolve_conj().resolve_neg();
   return rows.size(1) <= 1 || rows.stride(1) == 1 ? rows : rows.contiguous();
 }
 
 // Returns the minimum number of rows per task of a thread.
-int64_t grain_of(int64_t row_bytes) { return std::max<int64_t>(1, kBytesPerTask / std::max<int64_t>(row_bytes, 1)); }
+int64_t grain_of(int64_t row_bytes) { return std::max<int64_t>(1, kMinBytesPerTask / std::max<int64_t>(row_bytes, 1)); }
 
-// Returns the widest integer type in which the rows of both tensors can be copied. ATen may lack an operator for the
-// real dtype, which copying does not need.
-at::ScalarType words_of(const at::Tensor& rows, const at::Tensor& out) {
+// Returns the widest integer dtype as which the rows of both tensors can be viewed. Rows are copied as integers,
+// because ATen lacks some operators for some dtypes.
+at::ScalarType word_dtype_of(const at::Tensor& rows, const at::Tensor& out) {
   const auto item = static_cast<int64_t>(rows.element_size());
   const auto divides = [&](int64_t word) {
     for (const at::Tensor* tensor : {&rows, &out}) {
@@ -47,13 +48,13 @@ at::ScalarType words_of(const at::Tensor& rows, const at::Tensor& out) {
   return divides(8) ? at::kLong : divides(4) ? at::kInt : divides(2) ? at::kShort : at::kByte;
 }
 
-// Copies rows as integers of the widest type. Rows with index -1 are read from row 0, then zeroed.
+// Computes take_rows_into with ATen. For index -1 it takes row 0 and then sets it to zero.
 void take_rows_with_aten(const at::Tensor& rows, const at::Tensor& index, at::Tensor out) {
   if (rows.size(0) == 0) {
     out.zero_();
     return;
   }
-  const at::ScalarType word = words_of(rows, out);
+  const at::ScalarType word = word_dtype_of(rows, out);
   const at::Tensor taken = rows.view(word).index_select(0, at::clamp_min(index, 0));
   out.view(word).copy_(taken.masked_fill_(index.lt(0).unsqueeze(1), 0));
 }
@@ -67,7 +68,7 @@ at::Tensor column_of(const at::Tensor& rows, const at::Tensor& table, const std:
   return at::where(index.ge(0).unsqueeze(1), column, at::zeros({}, column.options()));
 }
 
-// Adds the columns one by one, in the dtype in which sums are accumulated.
+// Computes sum_rows with ATen: adds the columns one by one, in the dtype in which sums are accumulated.
 at::Tensor sum_rows_with_aten(const at::Tensor& rows, const at::Tensor& table,
                               const std::optional<at::Tensor>& weights) {
   const at::ScalarType dtype = at::toOpMathType(rows.scalar_type());
@@ -77,13 +78,13 @@ at::Tensor sum_rows_with_aten(const at::Tensor& rows, const at::Tensor& table,
   return sum.to(rows.scalar_type());
 }
 
-// The registered functions, by type of device; null if none.
+// Returns the registered functions, by type of device; null if none.
 std::array<DeviceSumRows, at::COMPILE_TIME_MAX_DEVICE_TYPES>& device_sums() {
   static std::array<DeviceSumRows, at::COMPILE_TIME_MAX_DEVICE_TYPES> sums{};
   return sums;
 }
 
-// Calls the device's registered function, or ATen without one or without elements.
+// Computes sum_rows on a device other than CPU: by its registered function; by ATen if there is none or nothing to sum.
 at::Tensor sum_rows_on_device(const at::Tensor& rows, const at::Tensor& table,
                               const std::optional<at::Tensor>& weights) {
   const DeviceSumRows device_sum = device_sums()[static_cast<size_t>(rows.device().type())];

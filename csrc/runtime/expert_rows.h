@@ -1,5 +1,5 @@
-// Gathers, weights and sums rows of tokens. On CPU these are loops of this library; on other devices operators of ATen
-// that do not wait for the device, or functions that a device registers.
+// Gathers, weights and sums rows of tokens. On CPU by loops of this library; on other devices by ATen's operators,
+// without a host wait, or by functions that are registered for the device.
 //
 // Tensors of rows are [n, width], with any strides; pending conjugation and negation are applied first. Indices and
 // tables are int64 on the rows' device, and -1 means a row of zeros. Sums are taken in the order of a table's columns,
@@ -14,17 +14,18 @@ namespace shardwright {
 
 // out[i] = rows[index[i]], for any dtype; `out` has the width and dtype of `rows`.
 void take_rows_into(const at::Tensor& rows, const at::Tensor& index, const at::Tensor& out);
-// Like take_rows_into, but returns a new tensor.
+// Returns take_rows_into's result in a new tensor.
 at::Tensor take_rows(const at::Tensor& rows, const at::Tensor& index);
 
 // result[m] = sum over j of weights[m, j] * rows[table[m, j]]; without weights, all are 1.
 at::Tensor sum_rows(const at::Tensor& rows, const at::Tensor& table, const std::optional<at::Tensor>& weights);
 
-// The sum_rows of one type of device, in a separate file that is built only if the device's toolkit is installed. Reads
-// each row once and launches one kernel; ATen needs five for each column. `table`, `weights` and `out` are dense and
-// not empty.
+// Computes sum_rows on one type of device, in a separate file that is built only if the device's toolkit is installed.
+// It reads each row once and launches one kernel; ATen launches five for each column. `table`, `weights` and `out` are
+// dense and not empty.
 using DeviceSumRows = void (*)(const at::Tensor& rows, const at::Tensor& table,
                                const std::optional<at::Tensor>& weights, at::Tensor& out);
+// Registers the function of a type of device. Returns true.
 bool register_device_sum_rows(at::DeviceType device, DeviceSumRows sum_rows);
 
 // result[p] = weights.flat[pairs[p]] * rows[pairs[p] / number of columns of weights]. `weights`: [rows, per row]; a

@@ -21,8 +21,8 @@ class Hash {
   uint64_t value_ = 0xcbf29ce484222325ULL;
 };
 
-// Chooses the replicas for one token after the other, in the order of preference of choose_replicas. To *visit* a rank
-// is to note that the current token is sent there. The memory is reused from token to token.
+// Chooses the replicas of one token after another, in the order of preference of choose_replicas. A *visited* rank is a
+// rank to which the current token is sent; this rank is always visited. A *pending* expert has no code yet.
 class ReplicaChoice {
  public:
   ReplicaChoice(const ExpertPlacement& placement, int rank, std::span<const int32_t> node_of_rank)
@@ -34,7 +34,8 @@ class ReplicaChoice {
         node_stamp_(node_of_rank.empty() ? 0 : *std::max_element(node_of_rank.begin(), node_of_rank.end()) + 1, -1),
         num_pending_(num_ranks_, 0) {}
 
-  // Writes a code for each expert id of a token.
+  // Writes a code for each expert id of a token: first for experts on one rank only, then for experts on a visited
+  // rank. Then it visits further ranks, each time the rank with most pending experts, until no expert is pending.
   void choose(int64_t token, std::span<const int64_t> expert_ids, std::span<int32_t> codes) {
     token_ = token;
     visit(rank_);
@@ -50,16 +51,16 @@ class ReplicaChoice {
         visit(placement_.rank_of_replica()[replicas.front()]);
       }
     }
-    std::erase_if(pending_, [&](size_t j) { return (codes[j] = nearest_visited(expert_ids[j])) != 0; });
+    std::erase_if(pending_, [&](size_t j) { return (codes[j] = code_on_visited(expert_ids[j])) != 0; });
     while (!pending_.empty()) {
-      const int next = most_useful(expert_ids);
+      const int next = rank_with_most_pending(expert_ids);
       visit(next);
       std::erase_if(pending_, [&](size_t j) { return (codes[j] = code_on(next, expert_ids[j])) != 0; });
     }
   }
 
  private:
-  // Notes that the current token is sent to a rank, and so to the rank's node.
+  // Marks a rank and its node as visited.
   void visit(int rank) {
     rank_stamp_[rank] = token_;
     if (!node_of_rank_.empty()) node_stamp_[node_of_rank_[rank]] = token_;
@@ -70,9 +71,9 @@ class ReplicaChoice {
     return static_cast<int>((rank - from % num_ranks_ + num_ranks_) % num_ranks_);
   }
 
-  // Returns the code of an expert's replica on a visited rank, or 0 if there is none. If several visited ranks hold the
-  // expert, takes the first in cyclic order from this rank on.
-  int32_t nearest_visited(int64_t expert) const {
+  // Returns the code of an expert's replica on a visited rank, or 0 if there is none. Of several such ranks it takes
+  // the first in cyclic order from this rank on.
+  int32_t code_on_visited(int64_t expert) const {
     int32_t code = 0;
     int least = std::numeric_limits<int>::max();
     for (const int32_t replica : placement_.replicas_of(expert)) {
@@ -84,7 +85,7 @@ class ReplicaChoice {
     return code;
   }
 
-  // Returns the code (replica + 1) of an expert's replica on a rank, or 0 if the rank does not hold the expert.
+  // Returns the code of an expert's replica on a rank, or 0 if the expert is not on the rank.
   int32_t code_on(int rank, int64_t expert) const {
     for (const int32_t replica : placement_.replicas_of(expert)) {
       if (placement_.rank_of_replica()[replica] == rank) return replica + 1;
@@ -92,26 +93,26 @@ class ReplicaChoice {
     return 0;
   }
 
-  // Returns the rank that holds most pending experts. Ties go to a visited node, then to the first rank in cyclic order
-  // from this rank + token on. The score orders ranks by these three criteria.
-  int most_useful(std::span<const int64_t> expert_ids) {
-    const auto for_all = [&](const auto& use) {
+  // Returns the rank with most pending experts. Of several such ranks it prefers one on a visited node, then the first
+  // in cyclic order from this rank + token on. The score orders ranks by these three criteria.
+  int rank_with_most_pending(std::span<const int64_t> expert_ids) {
+    const auto for_each_pending_replica = [&](const auto& use) {
       for (const size_t j : pending_) {
         for (const int32_t replica : placement_.replicas_of(expert_ids[j])) use(placement_.rank_of_replica()[replica]);
       }
     };
-    for_all([&](int rank) { ++num_pending_[rank]; });
+    for_each_pending_replica([&](int rank) { ++num_pending_[rank]; });
     int best = -1;
     int64_t best_score = -1;
-    for_all([&](int rank) {
-      const bool is_near = !node_of_rank_.empty() && node_stamp_[node_of_rank_[rank]] == token_;
-      const int64_t score =
-          (2 * num_pending_[rank] + (is_near ? 1 : 0)) * num_ranks_ + num_ranks_ - 1 - distance(rank_ + token_, rank);
+    for_each_pending_replica([&](int rank) {
+      const bool is_on_visited_node = !node_of_rank_.empty() && node_stamp_[node_of_rank_[rank]] == token_;
+      const int64_t score = (2 * num_pending_[rank] + (is_on_visited_node ? 1 : 0)) * num_ranks_ + num_ranks_ - 1 -
+                            distance(rank_ + token_, rank);
       if (score <= best_score) return;
       best_score = score;
       best = rank;
     });
-    for_all([&](int rank) { num_pending_[rank] = 0; });
+    for_each_pending_replica([&](int rank) { num_pending_[rank] = 0; });
     return best;
   }
 
@@ -120,13 +121,14 @@ class ReplicaChoice {
   int num_ranks_;
   std::span<const int32_t> node_of_rank_;
   int64_t token_ = -1;
-  std::vector<int64_t> rank_stamp_;   // by rank: the last token that was sent there
-  std::vector<int64_t> node_stamp_;   // by node: the last token that was sent there
-  std::vector<int64_t> num_pending_;  // by rank: the number of pending experts on it; all 0 between uses
-  std::vector<size_t> pending_;       // indices of the token's experts without a code
+  std::vector<int64_t> rank_stamp_;  // by rank: the last token that visited it
+  std::vector<int64_t> node_stamp_;  // by node: the last token that visited it
+  std::vector<int64_t>
+      num_pending_;              // by rank: number of pending experts on it; only in rank_with_most_pending, else 0
+  std::vector<size_t> pending_;  // indices of the token's pending experts
 };
 
-// Throws UserError if an expert id is out of range.
+// Throws UserError if an expert id is neither -1 nor an expert of the placement.
 void check_ids(const ExpertPlacement& placement, PerToken<int64_t> ids, int rank) {
   for (int64_t i = 0; i < ids.num_tokens * ids.per_token; ++i) {
     check_user(ids.data[i] >= -1 && ids.data[i] < placement.num_experts(), "expert_ids must be in [-1, ",
@@ -141,8 +143,8 @@ void insert(std::vector<int32_t>& ranks, int32_t rank) {
   if (at == ranks.end() || *at != rank) ranks.insert(at, rank);
 }
 
-// Throws UserError unless every expert is listed. Runs before memory is allocated for `num_experts`, which a mistyped
-// id can make very large.
+// Throws UserError unless every expert is listed and all listed experts are in range. Allocates no memory for
+// `num_experts`, which a mistyped id can make very large.
 void check_all_are_listed(int64_t num_experts, const std::vector<std::vector<int64_t>>& experts_of_rank) {
   std::vector<int64_t> listed;
   for (size_t rank = 0; rank < experts_of_rank.size(); ++rank) {
@@ -160,7 +162,7 @@ void check_all_are_listed(int64_t num_experts, const std::vector<std::vector<int
              " experts must be on at least one rank, got none for expert ", missing);
 }
 
-// Returns the sum of the counts before each entry.
+// Returns, for each entry, the sum of the counts before it.
 std::vector<int64_t> starts_of(const std::vector<int64_t>& counts) {
   std::vector<int64_t> starts(counts.size());
   std::exclusive_scan(counts.begin(), counts.end(), starts.begin(), int64_t{0});
@@ -180,8 +182,8 @@ ExpertPlacement::ExpertPlacement(int64_t num_experts, const std::vector<std::vec
     hash.add(experts_of_rank[rank].size());
     for (const int64_t expert : experts_of_rank[rank]) {
       std::vector<int32_t>& replicas_of_expert = replicas[expert];
-      const bool is_here = !replicas_of_expert.empty() && replicas_of_expert.back() >= first_replica_.back();
-      check_user(!is_here, "placement: an expert must be listed at most once per rank, got expert ", expert,
+      const bool is_duplicate = !replicas_of_expert.empty() && replicas_of_expert.back() >= first_replica_.back();
+      check_user(!is_duplicate, "placement: an expert must be listed at most once per rank, got expert ", expert,
                  " twice on rank ", rank, " of the group");
       replicas_of_expert.push_back(static_cast<int32_t>(rank_of_replica_.size()));
       rank_of_replica_.push_back(static_cast<int32_t>(rank));
@@ -223,7 +225,7 @@ std::vector<int64_t> count_by_replica(std::span<const int32_t> codes, int64_t nu
   return counts;
 }
 
-int64_t drop_beyond(std::span<int32_t> codes, std::vector<int64_t> taken, int64_t capacity) {
+int64_t drop_beyond_capacity(std::span<int32_t> codes, std::vector<int64_t> taken, int64_t capacity) {
   int64_t dropped = 0;
   for (int32_t& code : codes) {
     if (code == 0 || taken[code - 1]++ < capacity) continue;
@@ -233,7 +235,7 @@ int64_t drop_beyond(std::span<int32_t> codes, std::vector<int64_t> taken, int64_
   return dropped;
 }
 
-// Two passes over the tokens: the first one counts rows, the second one assigns rows to tokens.
+// The first pass over the tokens counts the rows of each rank, the second one assigns rows to tokens.
 RowRoutes route_rows(PerToken<int32_t> codes, std::span<const int32_t> target_of_replica, int num_ranks) {
   RowRoutes routes;
   routes.row_counts.assign(num_ranks, 0);
@@ -255,13 +257,13 @@ RowRoutes route_rows(PerToken<int32_t> codes, std::span<const int32_t> target_of
   }
   std::vector<int64_t> next = starts_of(routes.row_counts);
   routes.send_rows.resize(std::reduce(routes.row_counts.begin(), routes.row_counts.end()));
-  routes.returns.assign(codes.num_tokens * routes.width, -1);
+  routes.rows_of_token.assign(codes.num_tokens * routes.width, -1);
   for (int64_t token = 0; token < codes.num_tokens; ++token) {
     find_targets(token);
     for (size_t i = 0; i < targets.size(); ++i) {
       const int64_t row = next[targets[i]]++;
       routes.send_rows[row] = token;
-      routes.returns[token * routes.width + static_cast<int64_t>(i)] = row;
+      routes.rows_of_token[token * routes.width + static_cast<int64_t>(i)] = row;
     }
   }
   return routes;

@@ -59,7 +59,7 @@ def exchange_capacity(
         expert = ranks.expert_of(replica)
         least = f"at least {int(totals[replica])} for expert {expert} on rank {ranks.ranks[rank]}"
         raise argument_error("capacity", least, f"{capacity}; overflow='drop' drops later tokens")
-    left, dropped = _runtime.drop_beyond(codes, received[: ranks.rank].sum(0), capacity)
+    left, dropped = _runtime.drop_beyond_capacity(codes, received[: ranks.rank].sum(0), capacity)
     return left, dropped, _received_bytes(*received.shape)
 
 

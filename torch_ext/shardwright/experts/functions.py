@@ -316,8 +316,8 @@ def _exchange(
     group_name: str, wire: torch.device, routes: Routes, receive: list[int], device: torch.device
 ) -> _runtime.RowExchange:
     """Returns the exchange that sends rows by `routes` and receives `receive[r]` rows from rank r."""
-    send_rows, returns, send, _ = routes
-    return _runtime.RowExchange(group_name, wire.type, send_rows.to(device), returns.to(device), send, receive)
+    send_rows, rows_of_token, send, _ = routes
+    return _runtime.RowExchange(group_name, wire.type, send_rows.to(device), rows_of_token.to(device), send, receive)
 
 
 def _dispatch_fixed(arguments: Given, ranks: ExpertRanks) -> Dispatched:
@@ -327,11 +327,11 @@ def _dispatch_fixed(arguments: Given, ranks: ExpertRanks) -> Dispatched:
     if arguments.x.device.type == "cpu":
         arguments.chosen(ranks)  # raises for an invalid id; on devices the check would wait
     codes = tables.choose(arguments.expert_ids.detach().to(torch.int64), ranks.rank)
-    send_rows, returns, dropped = tables.route(codes, rows_per_rank)
+    send_rows, rows_of_token, dropped = tables.route(codes, rows_per_rank)
     num_rows = [rows_per_rank] * ranks.size  # sent to, and received from, each rank
     state = _DispatchState(arguments, ranks, 0, knows_origins=False)
     wire = ranks.wire(arguments.x.device).type
-    state.exchange(_runtime.RowExchange(ranks.group_name, wire, send_rows, returns, num_rows, num_rows), codes)
+    state.exchange(_runtime.RowExchange(ranks.group_name, wire, send_rows, rows_of_token, num_rows, num_rows), codes)
     num_local = len(ranks.experts)
     capacity = _NO_CAPACITY if arguments.capacity is None else arguments.capacity
     # A token may name one expert several times.
