@@ -1,4 +1,4 @@
-// _runtime: the executor for Python. It receives plans from _planner as bytes.
+// The extension module _runtime: the executor for Python. It receives plans from _planner as bytes.
 #include <ATen/record_function.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
@@ -30,27 +30,29 @@ namespace py = pybind11;
 namespace shardwright {
 namespace {
 
-// True if no dispatch mode, trace or transform is active on this thread, and no backward (unless `in_backward`).
-bool nothing_watches(bool in_backward) {
+// True if this thread runs plain eager code: no dispatch mode, trace or transform is active, and no backward runs. With
+// `allow_backward`, a backward may run.
+bool is_plain_eager(bool allow_backward) {
   return !c10::impl::TorchDispatchModeTLS::any_modes_set() &&
          !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::PythonDispatcher) &&
          !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) &&
-         (in_backward || torch::autograd::get_current_node() == nullptr);
+         (allow_backward || torch::autograd::get_current_node() == nullptr);
 }
 
-// Defines functions that report the active modes of the calling thread, and its number.
-void define_watching(py::module_& m) {
-  m.def("nothing_watches", &nothing_watches, py::arg("in_backward"),
-        "True if no mode, trace or transform is active on this thread, and no backward (unless `in_backward`).");
-  m.def("thread_id", &at::RecordFunction::currentThreadId, "Returns autograd's number of this thread.");
+// Defines functions that return the state of the calling thread.
+void define_thread_state(py::module_& m) {
+  m.def("is_plain_eager", &is_plain_eager, py::arg("allow_backward"),
+        "Returns True if this thread runs plain eager code: no dispatch mode, trace or transform is active, and no "
+        "backward runs. With `allow_backward`, a backward may run.");
+  m.def("thread_id", &at::RecordFunction::currentThreadId, "Returns the number that autograd gives to this thread.");
   m.def(
       "thread_of_current_node",
       [] {
         const auto node = torch::autograd::get_current_node();
         return node ? node->thread_id() : at::RecordFunction::currentThreadId();
       },
-      "Returns autograd's number of the thread that created the node whose backward is running. For devices other than "
-      "CPU it is not this thread, because their backwards run on threads of autograd.");
+      "Returns the number (see `thread_id`) of the thread that ran the forward of the node whose backward is running, "
+      "or of this thread if no backward runs. On devices other than CPU backwards run on threads of autograd.");
 }
 
 // Defines functions that change how autograd treats tensors.
@@ -62,10 +64,11 @@ void define_autograd(py::module_& m) {
                                         nullptr, nullptr, torch::autograd::CreationMeta::IN_CUSTOM_FUNCTION);
       },
       py::arg("base"), py::arg("part"),
-      "Makes `part`, which must be new and not require a gradient, a view of `base` for autograd. Autograd cannot "
-      "follow writes in place to such a view: they raise where the gradient of the other tensor would be wrong.");
+      "Returns `part` as a view of `base` for autograd. `part` must be new and not require a gradient. Autograd does "
+      "not support writes in place to such a view: they raise RuntimeError if a gradient would be wrong.");
 }
 
+// Defines a function that swaps the memory of tensors.
 void define_memory(py::module_& m) {
   m.def(
       "exchange_memory",
@@ -80,11 +83,13 @@ void define_memory(py::module_& m) {
         first.set_data_ptr_noswap(second.set_data_ptr(std::move(of_first)));
       },
       py::arg("a"), py::arg("b"),
-      "Swaps the memory of two storages of equal size. All tensors that share these storages see the swap.");
+      "Swaps the memory of the storages of two tensors, which must have equal sizes. All tensors on these storages are "
+      "affected.");
 }
 
+// Defines functions that take a trace.
 void define_tracing(py::module_& m) {
-  m.def("begin_trace", &begin_trace);
+  m.def("begin_trace", &begin_trace, "Begins a trace. Discards the events of a trace that was not ended.");
   m.def(
       "end_trace",
       [] {
@@ -95,7 +100,8 @@ void define_tracing(py::module_& m) {
         return events;
       },
       py::call_guard<py::gil_scoped_release>(),
-      "Returns the events since `begin_trace`: lane, instruction, chunk, run, and start and end in seconds.");
+      "Ends the trace and returns its events: lane (``\"compute\"`` or ``\"communication\"``), instruction, chunk or "
+      "-1, number of the run, and start and end in seconds since `begin_trace`.");
 }
 
 // Defines hooks for devices that are implemented in an extension of torch.
@@ -105,26 +111,33 @@ void define_devices(py::module_& m) {
       [](const std::string& device_type, uintptr_t address) {
         register_capture_query(c10::Device(device_type).type(), reinterpret_cast<CaptureQuery>(address));
       },
-      py::arg("device_type"), py::arg("address"), "Registers a CaptureQuery by its address, for torch before 2.15.");
+      py::arg("device_type"), py::arg("address"),
+      "Registers the CaptureQuery (csrc/runtime/side_stream.h) at this address. Needed before torch 2.15.");
   m.def(
       "register_open_groups_query",
       [](const std::string& device_type, uintptr_t address) {
         register_open_groups_query(c10::Device(device_type).type(), reinterpret_cast<OpenGroupsQuery>(address));
       },
-      py::arg("device_type"), py::arg("address"), "Registers an OpenGroupsQuery by its address.");
+      py::arg("device_type"), py::arg("address"),
+      "Registers the OpenGroupsQuery (csrc/runtime/open_groups.h) at this address.");
   m.def(
       "check_no_open_group", [](const std::string& device) { check_no_open_group(c10::Device(device)); },
-      py::arg("device"));
-  m.def("num_stream_events_made", &num_stream_events_made);
+      py::arg("device"),
+      "Raises RuntimeError if this thread has an open group of NCCL calls, or the like for another type of device.");
+  m.def("num_stream_events_made", &num_stream_events_made, "Returns the number of device events that were created.");
   m.def(
       "register_device_copy",
       [](const std::string& device_type, uintptr_t address) {
         register_device_copy(c10::Device(device_type).type(), reinterpret_cast<DeviceCopy>(address));
       },
-      py::arg("device_type"), py::arg("address"), "Registers a DeviceCopy by its address.");
-  m.def("is_capturing", [](const std::string& device) { return is_capturing(c10::Device(device)); }, py::arg("device"));
+      py::arg("device_type"), py::arg("address"),
+      "Registers the DeviceCopy (csrc/runtime/local_ops.h) at this address.");
+  m.def(
+      "is_capturing", [](const std::string& device) { return is_capturing(c10::Device(device)); }, py::arg("device"),
+      "Returns True if a graph is being captured on the current stream of a device, such as ``\"cuda:0\"``.");
 }
 
+// Defines settings of the process, and functions on caches.
 void define_settings(py::module_& m) {
   m.def(
       "set_sm_carveout",
@@ -135,9 +148,10 @@ void define_settings(py::module_& m) {
         set_sm_carveout(static_cast<int>(count));
       },
       py::arg("sms"),
-      "Sets how many multiprocessors products leave to the kernels of transfers that are under way.\n\nThis applies to "
-      "products that cuBLASLt computes on CUDA. It is a hint, whose effect depends on the kernel. With 0, the initial "
-      "value, the library decides. The setting is per process; ranks may differ. Raises ValueError if negative.");
+      "Sets the number of multiprocessors that products leave to the kernels of transfers under way.\n\nThis applies "
+      "to products that cuBLASLt computes on CUDA. It is a hint, whose effect depends on the kernel. 0, the initial "
+      "value, means the number in each product's schedule. The setting is per process; ranks may differ. Raises "
+      "ValueError if `sms` is negative.");
   m.def(
       "set_fast_accumulation",
       [](const Typed<bool>& enabled) {
@@ -155,40 +169,51 @@ void define_settings(py::module_& m) {
       "at intervals. The setting is per process and initially False, as in torch; if ranks differ, so may the bits of "
       "their results. Returns the previous setting. Raises ValueError for anything but a bool.");
   m.def("invalidate_sized_plans", &invalidate_sized_plans,
-        "Must be called after `tables.current` changes. Operators with sizes then plan again.");
-  m.def("compare_ranks", &compare_ranks, py::arg("on"),
-        "Makes operators check that all ranks run the same (`check_ranks`).");
-  m.def("cached_staging_bytes", &cached_staging_bytes);
+        "Makes operators with sizes plan again. Must be called after each change of `tables.current`.");
+  m.def("set_check_ranks", &set_check_ranks, py::arg("enabled"),
+        "Sets whether all ranks compare the program of each operator before anything is sent (`check_ranks`).");
+  m.def("cached_staging_bytes", &cached_staging_bytes,
+        "Returns the size of the memory that is cached for temporaries on CPU, without memory in use.");
   m.def("release_staging", &release_staging,
-        "Frees the memory of temporaries that is kept for the next run (on CPU, at most 256 MiB).");
+        "Frees the memory that is cached for temporaries on CPU (at most 256 MiB).");
 }
 
+// Defines functions on asynchronous programs, and counters.
 void define_programs_under_way(py::module_& m) {
   m.def("finish_programs", &finish_programs, py::arg("timeout_seconds"), py::call_guard<py::gil_scoped_release>(),
-        "Waits at most this long for asynchronous programs, at the end of the process. True if all are finished.");
+        "Waits at most this long until all asynchronous programs on CPU are finished; afterwards none of them runs any "
+        "further. For the end of the process. Returns True if all were finished in time.");
   m.def(
       "drain",
       [](const std::vector<std::string>& groups) {
         for (const std::string& name : groups) issue_order_of(*group_named(name)).drain();
       },
       py::arg("groups"), py::call_guard<py::gil_scoped_release>(),
-      "Makes every program on CPU that uses one of these process groups start all its communications.");
-  m.def("counters", [] {
-    return py::typing::Dict<py::str, py::int_>(
-        py::arg("runs") = counters().runs.load(), py::arg("received_bytes") = counters().received_bytes.load(),
-        py::arg("peer_bytes") = peer_bytes().load(), py::arg("compiled") = counters().compiled.load(),
-        py::arg("through_host") = counters().through_host.load());
-  });
-  m.def("cast_products", &cast_products,
-        "Counts products of 8-bit floats, on devices other than CPU, that were cast to float32, by reason.");
-  m.def("reset_counters", [] {
-    reset_cast_products();
-    counters().runs = 0;
-    counters().received_bytes = 0;
-    peer_bytes() = 0;
-    counters().compiled = 0;
-    counters().through_host = 0;
-  });
+      "Makes every program on CPU that uses one of these process groups (names) start all its transfers.");
+  m.def(
+      "counters",
+      [] {
+        return py::typing::Dict<py::str, py::int_>(
+            py::arg("runs") = counters().runs.load(), py::arg("received_bytes") = counters().received_bytes.load(),
+            py::arg("peer_bytes") = peer_bytes().load(), py::arg("compiled") = counters().compiled.load(),
+            py::arg("through_host") = counters().through_host.load());
+      },
+      "Returns counts since the last reset: runs, bytes received from other ranks, bytes copied from peers' arenas, "
+      "programs compiled from an operator's text, and runs on copies in host memory.");
+  m.def(
+      "cast_products", &cast_products,
+      "Returns the number of products of 8-bit floats that were cast to float32 on devices other than CPU, by reason.");
+  m.def(
+      "reset_counters",
+      [] {
+        reset_cast_products();
+        counters().runs = 0;
+        counters().received_bytes = 0;
+        peer_bytes() = 0;
+        counters().compiled = 0;
+        counters().through_host = 0;
+      },
+      "Sets `counters` and `cast_products` to 0.");
 }
 
 }  // namespace
@@ -207,7 +232,7 @@ PYBIND11_MODULE(_runtime, m) {
   shardwright::define_kernels(m);
   shardwright::define_experts(m);
   shardwright::define_batch_runs(m);
-  shardwright::define_watching(m);
+  shardwright::define_thread_state(m);
   shardwright::define_autograd(m);
   shardwright::define_memory(m);
   shardwright::define_tracing(m);

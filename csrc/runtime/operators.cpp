@@ -27,63 +27,74 @@
 namespace shardwright {
 namespace {
 
-// Maximum numbers of entries of each cache in this file. Every batch of documents has attentions of its own, so few of
-// them are kept.
+// Maximum numbers of entries of the caches in this file. Few attentions are cached, because each batch of documents has
+// attentions of its own, which are not used again.
 constexpr size_t kMaxExecutables = 8192;
 constexpr size_t kMaxAttentions = 128;
 
-// Returns `output`, cloned if it aliases `input`: operators must not return their inputs.
-at::Tensor fresh(const at::Tensor& output, const at::Tensor& input) {
+// Returns the bytes in the text of a plan, matmul or attention. Throws c10::ValueError for other texts.
+std::string plan_bytes_of(const std::string& text) {
+  try {
+    return bytes_from_text(text, "plan");
+  } catch (const UserError& error) {
+    TORCH_CHECK_VALUE(false, error.what());
+  }
+}
+
+// Returns `output`, or a clone if it aliases `input`, because operators must not return their inputs.
+at::Tensor unaliased(const at::Tensor& output, const at::Tensor& input) {
   return output.is_alias_of(input) ? output.clone(at::MemoryFormat::Contiguous) : output;
 }
 
-// Returns a row-major tensor of the same content. Throws c10::ValueError that names `argument` for nested and sparse
-// tensors.
+// Returns the tensor, or a copy if it is not row-major. Throws c10::ValueError that names `argument` for nested and
+// sparse tensors.
 at::Tensor row_major(const at::Tensor& input, const std::string& argument) {
   check_strided(input, argument);
   return input.contiguous();
 }
 
-// Set by compare_ranks().
-std::atomic<bool> ranks_compare{false};
+// Set by set_check_ranks().
+std::atomic<bool> checks_ranks{false};
 
-// The signature of the operator compare_ranks.
-using Compare = void(const at::Tensor&, const std::string&, const std::vector<std::string>&, int64_t,
-                     const std::optional<at::Tensor>&);
+// The signature of the operator compare_ranks (see its schema).
+using CompareRanks = void(const at::Tensor&, const std::string&, const std::vector<std::string>&, int64_t,
+                          const std::optional<at::Tensor>&);
 
-// Returns the executable of a program that will run on `input` next. Under sw.debug.check_ranks the ranks first compare
-// the program.
-ExecutablePtr about_to_run(const at::Tensor& input, const std::string& program, const std::vector<std::string>& groups,
-                           int64_t rank, const std::optional<at::Tensor>& out = std::nullopt) {
-  if (ranks_compare) {
+// Returns the executable of `program`, a text, which the caller runs on `input` next. Before, the ranks compare the
+// program if set_check_ranks is on.
+ExecutablePtr executable_to_run(const at::Tensor& input, const std::string& program,
+                                const std::vector<std::string>& groups, int64_t rank,
+                                const std::optional<at::Tensor>& out = std::nullopt) {
+  if (checks_ranks) {
     static const auto handle =
-        c10::Dispatcher::singleton().findSchemaOrThrow("shardwright::compare_ranks", "").typed<Compare>();
+        c10::Dispatcher::singleton().findSchemaOrThrow("shardwright::compare_ranks", "").typed<CompareRanks>();
     handle.call(input, program, groups, rank, out);
   }
   return executable_of(program, groups, rank);
 }
 
-// The backward arguments are only for autograd (RedistributeFunction).
+// The operator redistribute. The unused arguments are for autograd (RedistributeFunction).
 at::Tensor redistribute(const at::Tensor& input, const std::string& plan, const std::vector<std::string>& groups,
                         int64_t rank, const std::string& /*backward_plan*/,
                         const std::vector<std::string>& /*backward_groups*/) {
   const at::Tensor dense = row_major(input, "input");
-  return fresh(run(about_to_run(dense, plan, groups, rank), dense), input);
+  return unaliased(run(executable_to_run(dense, plan, groups, rank), dense), input);
 }
 
+// The operator redistribute_out.
 void redistribute_out(const at::Tensor& input, const std::string& plan, const std::vector<std::string>& groups,
                       int64_t rank, at::Tensor& out) {
   {
     const at::AutoDispatchBelowADInplaceOrView guard;  // a copy into `out` must not bump its version a second time
     const at::Tensor dense = row_major(input, "input");
-    run_into(about_to_run(dense, plan, groups, rank, out), dense, out);
+    run_into(executable_to_run(dense, plan, groups, rank, out), dense, out);
   }
   if (!out.is_inference()) out.unsafeGetTensorImpl()->bump_version();
 }
 
-// Transfers that were started and not waited for, by number. A graph passes the number as the value of a tensor, so a
-// compiler may clone or copy that tensor.
-class UnderWay {
+// The transfers that were started and not waited for, by number. A graph passes the number as the value of a tensor,
+// the handle, so that a compiler may clone or copy the handle.
+class StartedTransfers {
  public:
   struct Transfer {
     at::Tensor input;
@@ -91,18 +102,18 @@ class UnderWay {
     WorkPtr work;  // null if nothing is pending
   };
 
-  // Stores a transfer and returns its handle.
+  // Stores a transfer and returns its number.
   int64_t add(Transfer transfer) {
     const std::lock_guard<std::mutex> lock(mutex_);
     transfers_.emplace(next_, std::move(transfer));
     return next_++;
   }
 
-  // Removes a transfer and returns it. Throws c10::ValueError if it is not under way.
-  Transfer take(int64_t handle) {
+  // Removes the transfer with this number and returns it. Throws c10::ValueError if there is none.
+  Transfer take(int64_t number) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    const auto found = transfers_.find(handle);
-    TORCH_CHECK_VALUE(found != transfers_.end(), "handle must be of a redistribute under way, got number ", handle,
+    const auto found = transfers_.find(number);
+    TORCH_CHECK_VALUE(found != transfers_.end(), "handle must be of a redistribute under way, got number ", number,
                       "; wait for each handle once, in the process that started it");
     Transfer transfer = std::move(found->second);
     transfers_.erase(found);
@@ -115,42 +126,43 @@ class UnderWay {
   std::unordered_map<int64_t, Transfer> transfers_;
 };
 
-UnderWay& under_way() {
-  static UnderWay* instance = new UnderWay;  // never destroyed: threads may still run at exit
+StartedTransfers& started_transfers() {
+  static StartedTransfers* instance = new StartedTransfers;  // never destroyed: threads may still run at exit
   return *instance;
 }
 
-// The signature of the operator plan_for_sizes, which returns the plan for these sizes, followed by the names of the
-// groups that the plan needs.
+// The signature of the operator plan_for_sizes (see its schema).
 using PlanForSizes = std::vector<std::string>(const std::string&, const std::vector<std::string>&, int64_t,
                                               c10::IntArrayRef, bool);
 
-// Incremented with every change of the tables from which plans are made.
-std::atomic<int64_t> tables_number{0};
+// The number of changes of the tables from which plans are made.
+std::atomic<int64_t> tables_version{0};
 
-// Returns the cache key of a program bound to groups.
+// Returns the cache key of a text with groups and a rank.
 std::string key_of(const std::string& text, const std::vector<std::string>& groups, int64_t rank) {
   std::string key = text;
   for (const std::string& name : groups) key += '\n' + name;
   return key += '\n' + std::to_string(rank);
 }
 
-// Returns the plan for these sizes, then the names of its groups. Planning is done in Python, which has the tables.
-// Results are cached here, unless they depend on which groups exist (`make_groups` is false).
+// Calls the operator plan_for_sizes, which is implemented in Python, where the tables are. Returns the plan, then the
+// names of its groups. Results are cached, unless they depend on which groups exist (`make_groups` is false).
 std::vector<std::string> plan_for_sizes(const std::string& plan, const std::vector<std::string>& groups, int64_t rank,
                                         c10::IntArrayRef sizes, bool make_groups) {
-  static auto* kept = new BoundedCache<std::string, std::vector<std::string>>(kMaxExecutables);
+  static auto* cache = new BoundedCache<std::string, std::vector<std::string>>(kMaxExecutables);
   static const auto handle =
       c10::Dispatcher::singleton().findSchemaOrThrow("shardwright::plan_for_sizes", "").typed<PlanForSizes>();
   if (!make_groups) return handle.call(plan, groups, rank, sizes, make_groups);
-  // The number is read before the plan is made, so a plan that is made while the tables change is not found later.
+  // The version is read before the plan is made. So a plan that is made while the tables change has an old version, and
+  // is not found later.
   std::string key = key_of(plan, groups, rank);
-  key += '\n' + std::to_string(tables_number);
+  key += '\n' + std::to_string(tables_version);
   for (const int64_t size : sizes) key += ' ' + std::to_string(size);
-  return kept->get_or_make(key, [&] { return handle.call(plan, groups, rank, sizes, make_groups); });
+  return cache->get_or_make(key, [&] { return handle.call(plan, groups, rank, sizes, make_groups); });
 }
 
-// Returns the handle of the transfer (see the schema). `after` only orders starts.
+// The operator redistribute_start. Returns a handle. `after` is not read: it only makes this start depend on another
+// one.
 at::Tensor redistribute_start(const at::Tensor& input, const std::string& plan, const std::vector<std::string>& groups,
                               int64_t rank, at::OptionalIntArrayRef sizes, const std::optional<at::Tensor>& /*after*/,
                               bool make_groups) {
@@ -160,44 +172,45 @@ at::Tensor redistribute_start(const at::Tensor& input, const std::string& plan, 
     std::vector<std::string> names = plan_for_sizes(plan, groups, rank, *sizes, make_groups);
     const std::string text = std::move(names.front());
     names.erase(names.begin());
-    executable = about_to_run(dense, text, names, rank);
+    executable = executable_to_run(dense, text, names, rank);
   } else {
-    executable = about_to_run(dense, plan, groups, rank);
+    executable = executable_to_run(dense, plan, groups, rank);
   }
   auto [output, work] = start(executable, dense, /*input_may_change=*/false);
+  // The handle has more bytes than input and output (see the schema).
   const auto size = static_cast<int64_t>(std::max(dense.nbytes(), output.nbytes())) / 8 + 1;
   at::Tensor handle = at::empty({1}, at::TensorOptions(at::kLong).device(at::kCPU));
-  *handle.mutable_data_ptr<int64_t>() = under_way().add({dense, output, std::move(work)});
+  *handle.mutable_data_ptr<int64_t>() = started_transfers().add({dense, output, std::move(work)});
   return handle.expand({size});
 }
 
-// Waits for the transfer of a handle and returns its output. `input` is an argument so that compilers do not reuse its
-// memory before the wait.
+// The operator redistribute_wait. Waits for the transfer of a handle and returns its output. `input` is an argument so
+// that compilers do not reuse its memory before the wait.
 at::Tensor redistribute_wait(const at::Tensor& handle, const at::Tensor& input, const std::string& /*plan*/,
                              int64_t /*rank*/, at::OptionalIntArrayRef /*sizes*/) {
   check_strided(handle, "handle");
   TORCH_CHECK_VALUE(handle.is_cpu() && handle.scalar_type() == at::kLong && handle.numel() > 0,
                     "handle must be the tensor that redistribute_start returned, got ",
                     c10::toString(handle.scalar_type()), " of shape ", handle.sizes(), " on ", handle.device());
-  const UnderWay::Transfer transfer = under_way().take(*handle.const_data_ptr<int64_t>());
+  const StartedTransfers::Transfer transfer = started_transfers().take(*handle.const_data_ptr<int64_t>());
   if (transfer.work) transfer.work->wait();
-  return fresh(transfer.output, input);
+  return unaliased(transfer.output, input);
 }
 
-// Runs products in chunks; products/matmul.h lists their inputs and outputs.
+// The operator matmul. products/matmul.h lists the inputs and outputs.
 std::vector<at::Tensor> matmul(const std::vector<at::Tensor>& inputs, const std::string& program,
                                const std::vector<std::string>& groups, int64_t rank) {
   std::vector<at::Tensor> dense;
   for (const at::Tensor& input : inputs) dense.push_back(row_major(input, "inputs"));
   TORCH_CHECK_VALUE(!dense.empty(), "inputs must be a list of at least one tensor, got none");
-  std::vector<at::Tensor> outputs = run_all(about_to_run(dense[0], program, groups, rank), dense);
+  std::vector<at::Tensor> outputs = run_all(executable_to_run(dense[0], program, groups, rank), dense);
   for (at::Tensor& output : outputs) {
-    for (const at::Tensor& input : inputs) output = fresh(output, input);
+    for (const at::Tensor& input : inputs) output = unaliased(output, input);
   }
   return outputs;
 }
 
-// The origin of matrix products in chunks. It keeps the product and its schedule as bytes, and decodes them on each
+// The origin of matrix products in chunks. It stores the product and its schedule as bytes, and decodes them on each
 // call.
 class MatmulOrigin : public Origin {
  public:
@@ -221,7 +234,8 @@ class MatmulOrigin : public Origin {
   Signature signature() const override {
     const auto [matmul, schedule] = matmul_from_bytes(matmul_bytes_);
     const Plan& plan = plan_of(matmul);
-    // A tensor that is not moved may be a weight's gradient, whose dims have another order on another rank.
+    // The dims of a weight's gradient may have different orders on different ranks. So the layouts of a tensor that is
+    // not moved are not compared.
     const bool moves = !plan.steps.empty();
     const std::string stays = "not moved";
     std::string plans;
@@ -242,9 +256,11 @@ class MatmulOrigin : public Origin {
   std::string matmul_bytes_;
 };
 
+// The signature of the operator redistribute.
 using Redistribute = at::Tensor(const at::Tensor&, const std::string&, const std::vector<std::string>&, int64_t,
                                 const std::string&, const std::vector<std::string>&);
 
+// Returns the operator redistribute.
 const c10::TypedOperatorHandle<Redistribute>& redistribute_handle() {
   static const auto handle =
       c10::Dispatcher::singleton().findSchemaOrThrow("shardwright::redistribute", "").typed<Redistribute>();
@@ -252,13 +268,14 @@ const c10::TypedOperatorHandle<Redistribute>& redistribute_handle() {
 }
 
 // True if neither the source nor the destination of a plan has pending reductions.
-bool is_without_sums(const std::string& text) {
-  const Plan plan = from_bytes(bytes_of(text));
+bool has_no_pending_reductions(const std::string& text) {
+  const Plan plan = from_bytes(plan_bytes_of(text));
   return plan.src.partial_dims().empty() && plan.dst.partial_dims().empty();
 }
 
-// The gradient is moved by backward_plan. The backward is itself differentiable only if backward_plan is the reverse of
-// the plan. It is unless reductions are pending: then the gradient has R in place of P.
+// The autograd function of redistribute. Its backward moves the gradient by backward_plan, and is differentiable only
+// if backward_plan is the reverse of the plan. This is so unless reductions are pending, for which the gradient has R
+// instead of P.
 class RedistributeFunction : public torch::autograd::Function<RedistributeFunction> {
  public:
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& input, const std::string& plan,
@@ -281,7 +298,7 @@ class RedistributeFunction : public torch::autograd::Function<RedistributeFuncti
     TORCH_CHECK_NOT_IMPLEMENTED(!backward_plan.empty(),
                                 "shardwright::redistribute: backward_plan must be a plan if a gradient is needed, got "
                                 "''; shardwright.graph.operator sets it for layouts with S, R, P(sum) and P(avg)");
-    const bool is_reversible = at::GradMode::is_enabled() && is_without_sums(text("plan"));
+    const bool is_reversible = at::GradMode::is_enabled() && has_no_pending_reductions(text("plan"));
     at::Tensor gradient = redistribute_handle().call(
         gradients[0], backward_plan, names("backward_groups"), context->saved_data["rank"].toInt(),
         is_reversible ? text("plan") : std::string(), is_reversible ? names("groups") : std::vector<std::string>());
@@ -289,6 +306,7 @@ class RedistributeFunction : public torch::autograd::Function<RedistributeFuncti
   }
 };
 
+// The autograd kernel of the operator redistribute.
 at::Tensor redistribute_autograd(const at::Tensor& input, const std::string& plan,
                                  const std::vector<std::string>& groups, int64_t rank, const std::string& backward_plan,
                                  const std::vector<std::string>& backward_groups) {
@@ -296,8 +314,8 @@ at::Tensor redistribute_autograd(const at::Tensor& input, const std::string& pla
   return RedistributeFunction::apply(input, plan, groups, rank, backward_plan, backward_groups);
 }
 
-// Throws a ValueError that names the argument that is nested, or that contains a nested tensor.
-void refuse_nested(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+// A kernel for all operators: throws c10::ValueError that names the argument that is, or contains, a nested tensor.
+void reject_nested(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& arguments = op.schema().arguments();
   for (size_t i = 0; i < arguments.size(); ++i) {
     const c10::IValue& value = torch::jit::peek(*stack, i, arguments.size());
@@ -308,22 +326,10 @@ void refuse_nested(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   TORCH_CHECK_VALUE(false, op.schema().name(), ": arguments must be plain tensors, got a nested tensor");
 }
 
-}  // namespace
-
-std::string bytes_of(const std::string& text) {
-  try {
-    return bytes_from_text(text, "plan");
-  } catch (const UserError& error) {
-    TORCH_CHECK_VALUE(false, error.what());
-  }
-}
-
-namespace {
-
-// Compiles a serialized plan, matmul or attention for a rank.
+// Returns the program of a rank for the text of a plan, matmul or attention, and counts the compilation.
 std::shared_ptr<const CompiledProgram> compile_text(const std::string& text, Rank rank) {
   ++counters().compiled;
-  const std::string bytes = bytes_of(text);
+  const std::string bytes = plan_bytes_of(text);
   if (is_attention(bytes)) return compiled_attention(bytes, rank);
   if (!is_matmul(bytes)) return CompiledProgram::from_plan_bytes(bytes, rank);
   const auto [matmul, schedule] = matmul_from_bytes(bytes);
@@ -331,7 +337,7 @@ std::shared_ptr<const CompiledProgram> compile_text(const std::string& text, Ran
                                            std::make_unique<MatmulOrigin>(bytes), rank);
 }
 
-// Returns the cache of values made from texts of the same kind.
+// Returns the cache for values that are made from `text`: one for attentions, one for other texts.
 template <typename Value>
 BoundedCache<std::string, Value>& cache_for(const std::string& text) {
   static auto* attentions = new BoundedCache<std::string, Value>(kMaxAttentions);
@@ -346,28 +352,28 @@ std::shared_ptr<const CompiledProgram> compiled_of(const std::string& text, Rank
   return cache.get_or_make(key_of(text, {}, to_int(rank)), [&] { return compile_text(text, rank); });
 }
 
-ExecutablePtr executable_of(const std::string& plan, const std::vector<std::string>& groups, int64_t rank) {
-  auto& cache = cache_for<ExecutablePtr>(plan);  // executables hold their groups weakly
+ExecutablePtr executable_of(const std::string& text, const std::vector<std::string>& groups, int64_t rank) {
+  auto& cache = cache_for<ExecutablePtr>(text);  // executables hold their groups weakly
   std::vector<RankGroupPtr> found_groups;
   for (const std::string& name : groups) found_groups.push_back(group_named(name));
-  const auto make = [&] { return std::make_shared<const Executable>(compiled_of(plan, Rank{rank}), found_groups); };
-  const auto is_bound = [&](const ExecutablePtr& e) { return e->groups() == found_groups; };
+  const auto make = [&] { return std::make_shared<const Executable>(compiled_of(text, Rank{rank}), found_groups); };
+  const auto has_found_groups = [&](const ExecutablePtr& e) { return e->groups() == found_groups; };
   try {
-    return cache.get_or_make(key_of(plan, groups, rank), make, is_bound);
+    return cache.get_or_make(key_of(text, groups, rank), make, has_found_groups);
   } catch (const UserError& error) {
     C10_THROW_ERROR(ValueError, error.what());
   }
 }
 
-void invalidate_sized_plans() { ++tables_number; }
+void invalidate_sized_plans() { ++tables_version; }
 
-void compare_ranks(bool on) { ranks_compare = on; }
+void set_check_ranks(bool enabled) { checks_ranks = enabled; }
 
-// All operators. `input` is this rank's part in the plan's source. The result is its part in the destination, new and
-// row-major. Nothing but `out` is written.
+// The schemas. `input` is this rank's part of the plan's source. The result is a new row-major tensor: its part of the
+// destination. No argument but `out` is written.
 //
-// Compilers must not put them into CUDA graphs (torch.compile with mode="reduce-overhead"), because replays would not
-// run their code on the host, such as the lookup of handles.
+// Compilers must not put these operators into CUDA graphs (torch.compile with mode="reduce-overhead"), because a replay
+// does not run their code on the host, such as the lookup of handles.
 TORCH_LIBRARY(shardwright, m) {
   const std::vector<at::Tag> tags{at::Tag::cudagraph_unsafe};
   // backward_plan moves the gradient back. If it is empty, the result has no gradient.
@@ -378,18 +384,18 @@ TORCH_LIBRARY(shardwright, m) {
   // Writes into `out`, which must be row-major and not overlap `input`.
   m.def("redistribute_out(Tensor input, str plan, str[] groups, int rank, Tensor(a!) out) -> ()", tags);
   // redistribute in two halves, so that compute can run in between. A handle is valid for one wait. It is one int64 on
-  // CPU, expanded to more bytes than input and output have: a compiler that chooses by size what to save for a backward
-  // then saves the input or output instead of the handle, and does not wait for the handle again.
+  // CPU, expanded so that it has more bytes than input and output. Compilers save the smallest tensors for a backward;
+  // so they save the input or the output, not the handle, and do not wait for a handle twice.
   //
-  // With `sizes` (of the global tensor), `plan` only gives the layouts. The plan that runs is made when the operator
-  // runs, as in eager code: from the layouts with these sizes and the current tables. So it does not depend on when
-  // this rank traced. `groups` are then the groups of the mesh's dims and of meshes flattened from it, or empty for the
-  // default group; `make_groups`: true if other groups may be made. Without `sizes`, `plan` itself runs, over these
-  // groups.
+  // Without `sizes`, `plan` runs over `groups`. With `sizes`, the shape of the global tensor, `plan` only gives the
+  // layouts. Then the operator makes a plan when it runs, as eager code does: from these layouts with this shape, and
+  // from the current tables. So the plan does not depend on the time at which this rank traced the graph. `groups` are
+  // then the groups of the mesh's dims and of meshes flattened from it, or empty for the default group.
+  // `make_groups`: true if other groups may be made.
   //
-  // `after` is a slice of the handle of a start that must come before this one: all ranks must start in one order, even
-  // if a compiler reorders independent starts. For the same reason both halves count as having side effects. The
-  // overloads `recomputable`, for starts and waits that run again in a backward (activation checkpointing), do not.
+  // All ranks must start transfers in the same order, but a compiler may reorder independent operators. So `after` is a
+  // slice of the handle of the start that must come before this one, and both halves are registered as having side
+  // effects. The overloads `recomputable` are not, because activation checkpointing runs them again in a backward.
   for (const char* overload : {"", ".recomputable"}) {
     m.def(concat("redistribute_start", overload,
                  "(Tensor input, str plan, str[] groups, int rank, SymInt[]? sizes=None, Tensor? after=None, "
@@ -403,11 +409,11 @@ TORCH_LIBRARY(shardwright, m) {
   }
   // Returns the plan for these sizes, then the names of its groups. Implemented in Python (graph/plans.py).
   m.def("plan_for_sizes(str plan, str[] groups, int rank, int[] sizes, bool make_groups) -> str[]");
-  // Raises on all ranks unless all are about to run the same program. Implemented in Python (operators.py).
+  // Raises an error on all ranks unless all ranks pass the same program. Implemented in Python (runtime/checking.py).
   m.def("compare_ranks(Tensor input, str program, str[] groups, int rank, Tensor? out) -> ()", tags);
-  // Matrix products that overlap with a redistribute. `program` defines the inputs and outputs.
+  // Matrix products that overlap with a redistribute. `program`, the text of a Matmul, defines the inputs and outputs.
   m.def("matmul(Tensor[] inputs, str program, str[] groups, int rank) -> Tensor[]", tags);
-  // The same for compiled code, and its gradients. Implemented in Python (matmul/graphs.py).
+  // A product (ProductPlan) in compiled code, and its gradients. Implemented in Python (matmul/graphs.py).
   m.def(
       "multiply(Tensor x, Tensor[] weights, Tensor[] biases, Tensor[] scales, str product, str group, int rank) -> "
       "Tensor[]",
@@ -431,7 +437,7 @@ TORCH_LIBRARY_IMPL(shardwright, CompositeExplicitAutograd, m) {
 // Nested tensors have their own dispatch keys, for which the kernels above are not registered.
 TORCH_LIBRARY_IMPL(shardwright, AutogradNestedTensor, m) {
   for (const char* name : {"redistribute_out", "redistribute_start", "redistribute_wait", "matmul"}) {
-    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&refuse_nested>());
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&reject_nested>());
   }
 }
 

@@ -1,8 +1,10 @@
-// torch.ops.shardwright: redistributes as operators of PyTorch's dispatcher, which compilers can see.
+// torch.ops.shardwright: redistributes and products as operators of PyTorch's dispatcher, for graphs that compilers
+// trace.
 //
-// Schemas use only tensors, ints and strings. A plan or a matmul is passed as a string: a label, then "|", then its
-// bytes in base64 (support/wire_format.h). Process groups are passed by their registered names, in the order of
-// program().groups; `rank` is this rank on the plan's mesh. Fake kernels are in operators.py.
+// Operators take only tensors, numbers and strings. A plan, a matmul or an attention is passed as its *text*: a label,
+// then "|", then its bytes in base64 (support/wire_format.h). Process groups are passed by their registered names, in
+// the order of program().groups. `rank` is this rank's global number, which the plan's mesh uses. The fake kernels are
+// in torch_ext/shardwright/graph/operators.py.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,24 +17,19 @@
 
 namespace shardwright {
 
-// Compiles a plan, a matmul or an attention, given as a string, for a rank. The program is cached, so asking first for
-// its groups and later for its executable compiles it once. Throws c10::ValueError for other strings, and UserError if
-// the rank is not on the mesh.
+// Returns the program of a rank for the text of a plan, a matmul or an attention. Programs are cached, also for
+// executable_of. Throws c10::ValueError for other texts, and UserError if the rank is not on the mesh.
 std::shared_ptr<const CompiledProgram> compiled_of(const std::string& text, Rank rank);
 
-// Returns the executable of a plan or a matmul, given as a string, for a rank, bound to these groups. It is cached, and
-// bound again if a name now refers to another group. Throws c10::ValueError if the string is not a plan.
-ExecutablePtr executable_of(const std::string& plan, const std::vector<std::string>& groups, int64_t rank);
+// Returns that program, bound to the groups with these names. It is cached, and bound again if a name now refers to
+// another group. Throws c10::ValueError for other texts and for groups that do not fit the program.
+ExecutablePtr executable_of(const std::string& text, const std::vector<std::string>& groups, int64_t rank);
 
-// Discards the plans of operators with sizes, so that they are planned again. Must be called after each change of the
-// tables from which plans are made.
+// Makes redistribute_start with `sizes` plan again. Must be called after each change of the tables from which plans are
+// made (PlanningTables).
 void invalidate_sized_plans();
 
-// Turns the comparison of ranks on or off (sw.debug.check_ranks): if it is on, all ranks compare the program of an
-// operator before anything is sent.
-void compare_ranks(bool on);
-
-// Returns the bytes in a plan string. Throws c10::ValueError for other strings.
-std::string bytes_of(const std::string& text);
+// Sets whether all ranks compare the program of each operator before anything is sent (sw.debug.check_ranks).
+void set_check_ranks(bool enabled);
 
 }  // namespace shardwright

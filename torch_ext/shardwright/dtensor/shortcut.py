@@ -75,7 +75,7 @@ def method(original: Callable[..., DTensor]) -> Callable[..., DTensor]:
             or type(self) is not DTensor
             or not isinstance(placements, _SEQUENCES)
             or not takes_shortcut()
-            or not _runtime.nothing_watches(False)
+            or not _runtime.is_plain_eager(False)
             or forward_ad._current_level >= 0
             or not (device_mesh is None or device_mesh is self.device_mesh)
         ):
@@ -132,7 +132,7 @@ class Redistribute(torch_redistribute.Redistribute):
             or type(gradient) is not DTensor
             or torch.is_grad_enabled()  # the backward is itself differentiated
             or gradient.dtype is not ctx._shardwright_dtype
-            or not _runtime.nothing_watches(True)
+            or not _runtime.is_plain_eager(True)
         ):
             return torch_redistribute.Redistribute.backward(ctx, gradient)[0], None, None
         spec, local = gradient._spec, gradient._local_tensor

@@ -38,7 +38,7 @@ def _is_enabled(value: str) -> bool:
 
 
 _setting = _Setting(_is_enabled(os.environ.get("SHARDWRIGHT_CHECK_RANKS", "")), DEFAULT_TIMEOUT_SECONDS)
-_runtime.compare_ranks(_setting.on)
+_runtime.set_check_ranks(_setting.on)
 
 
 # The texts of groups that join several jobs (connecting.py).
@@ -90,7 +90,7 @@ def check_ranks(on: bool = True, *, timeout_seconds: float = DEFAULT_TIMEOUT_SEC
     if not isinstance(timeout_seconds, (int, float)) or not timeout_seconds > 0:
         raise argument_error("timeout_seconds", "a number above 0", repr(timeout_seconds))
     _setting = _Setting(bool(on), timeout_seconds)
-    _runtime.compare_ranks(_setting.on)
+    _runtime.set_check_ranks(_setting.on)
 
 
 def is_on() -> bool:

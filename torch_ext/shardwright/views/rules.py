@@ -121,7 +121,7 @@ def _propagate(schema: OpSchema) -> OutputSharding:
 def _by_torch(schema: OpSchema) -> OutputSharding:
     """Returns PyTorch's result. The sizes of strided shards are computed with tensors, which must not be fake."""
     assert _original is not None
-    is_real = _runtime.nothing_watches(True) or not any(map(is_strided, schema.args_spec))
+    is_real = _runtime.is_plain_eager(True) or not any(map(is_strided, schema.args_spec))
     if is_real or any(plans.is_symbolic(spec.shape) for spec in schema.args_spec):
         return _original(schema)
     with _disable_current_modes():
