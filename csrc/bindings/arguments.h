@@ -1,5 +1,6 @@
-// Converts arguments from Python. pybind11's own conversions report a mistake with a list of signatures; these throw a
-// UserError that names the argument, the allowed values and the given value. The GIL must be held.
+// Converts arguments from Python. If an argument has a wrong type, these functions throw UserError that names the
+// argument, the allowed values and the given value; pybind11's own conversions list the signatures of the function
+// instead. The GIL must be held.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -20,7 +21,8 @@ namespace shardwright {
 
 namespace py = pybind11;
 
-// A Python object that signatures and stubs show as a T. The functions below check and convert it, not pybind11.
+// A parameter that may be any Python object, and that signatures and stubs show as a T. The functions below check and
+// convert it, not pybind11.
 template <typename T>
 class Typed : public py::object {
  public:
@@ -30,14 +32,15 @@ class Typed : public py::object {
 };
 
 template <typename Item>
-using TupleOf = py::typing::Tuple<Item, py::ellipsis>;  // of any length
+using TupleOf = py::typing::Tuple<Item, py::ellipsis>;  // a tuple of any length
 
+// Returns integers as a Python tuple.
 template <typename Item>
 TupleOf<py::int_> tuple_of(const std::vector<Item>& integers) {
   return TupleOf<py::int_>(py::cast(integers));
 }
 
-// Returns a shortened text of an object and its type: "1.5 (of type float)".
+// Returns an object and its type as text, for error messages: "1.5 (of type float)". Long texts are shortened.
 inline std::string shown(const py::handle& handle) {
   constexpr size_t kMaxShown = 80;
   const auto ascii = py::reinterpret_steal<py::object>(PyObject_ASCII(handle.ptr()));
@@ -48,8 +51,8 @@ inline std::string shown(const py::handle& handle) {
   return concat(text, " (of type ", Py_TYPE(handle.ptr())->tp_name, ")");
 }
 
-// Accepts anything that Python accepts as an index: ints, NumPy integers, tensors of one integer. In messages `prefix`
-// precedes the argument.
+// Returns an integer. Accepts any object that Python accepts as an index: ints, NumPy integers, tensors of one integer.
+// In error messages, `prefix` precedes the argument.
 inline int64_t integer(const py::handle& handle, const char* argument, const char* prefix = "") {
   const auto index = py::reinterpret_steal<py::object>(PyNumber_Index(handle.ptr()));
   if (!index) {
@@ -62,21 +65,22 @@ inline int64_t integer(const py::handle& handle, const char* argument, const cha
   return value;
 }
 
+// Returns the argument `rank`.
 inline Rank rank_of(const py::handle& handle) { return Rank{integer(handle, "rank")}; }
 
-// Accepts a str.
+// Returns the text of a str.
 inline std::string text(const py::handle& handle, const char* argument, const char* prefix = "") {
   if (!PyUnicode_Check(handle.ptr())) throw UserError(concat(prefix, argument, " must be a str, got ", shown(handle)));
   Py_ssize_t size = 0;
   const char* bytes = PyUnicode_AsUTF8AndSize(handle.ptr(), &size);
-  if (bytes == nullptr) {  // half of a surrogate pair
+  if (bytes == nullptr) {  // the str has half of a surrogate pair
     PyErr_Clear();
     throw UserError(concat(prefix, argument, " must be valid UTF-8, got ", shown(handle)));
   }
   return std::string(bytes, static_cast<size_t>(size));
 }
 
-// Accepts any iterable except text, and converts it item by item.
+// Returns the items of any iterable except text, each converted by `item`.
 template <typename Item>
 std::vector<Item> list(const py::handle& handle, const char* argument,
                        Item (*item)(const py::handle&, const char*, const char*)) {
@@ -92,16 +96,18 @@ std::vector<Item> list(const py::handle& handle, const char* argument,
   return items;
 }
 
+// Returns the items of an iterable of integers.
 inline std::vector<int64_t> integers(const py::handle& handle, const char* argument) {
   return list<int64_t>(handle, argument, integer);
 }
 
+// Returns the items of an iterable of str.
 inline std::vector<std::string> texts(const py::handle& handle, const char* argument) {
   return list<std::string>(handle, argument, text);
 }
 
-// Accepts an object of one of our classes, which Python owns (returned by reference), or of a Python type such as
-// py::dict.
+// Returns an object of type T: of one of our classes, by reference, as Python owns it; or of a Python type such as
+// py::dict. `allowed` describes T in the error message.
 template <typename T>
 decltype(auto) object(const py::handle& handle, const char* argument, const char* allowed) {
   if (!py::isinstance<T>(handle)) throw UserError(concat(argument, " must be ", allowed, ", got ", shown(handle)));
@@ -112,7 +118,8 @@ decltype(auto) object(const py::handle& handle, const char* argument, const char
   }
 }
 
-// Makes UserError a ValueError and InvariantError a RuntimeError. Bytes that are not UTF-8 are shown as \xff.
+// Makes pybind11 raise ValueError for UserError, and RuntimeError for InvariantError. Bytes that are not UTF-8 are
+// shown as \xff.
 inline void register_errors() {
   py::register_exception_translator([](std::exception_ptr pointer) {
     const auto raise = [](PyObject* type, const std::string& text) {

@@ -22,17 +22,21 @@ namespace py = pybind11;
 namespace shardwright {
 namespace {
 
+// By position: the [begin, end) intervals of a rank.
 using Parts = std::vector<std::vector<std::pair<int64_t, int64_t>>>;
 
+// Batch, heads, heads of keys and values, depth, depth of values.
 using Sizes = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t>;
 // Dtype and shape of a mask tensor.
 using MaskForm = std::pair<std::string, std::tuple<int64_t, int64_t, int64_t, int64_t>>;
 
+// Returns the form of a mask tensor.
 MaskTensor mask_of(const MaskForm& form) {
   const auto& [batch, heads, rows, columns] = form.second;
   return {DType::parse(form.first), batch, heads, rows, columns};
 }
 
+// Returns the intervals of each rank.
 std::vector<IntervalList> intervals_of(const Parts& parts) {
   std::vector<IntervalList> all;
   for (const auto& part : parts) {
@@ -43,6 +47,7 @@ std::vector<IntervalList> intervals_of(const Parts& parts) {
   return all;
 }
 
+// The constructor in Python. Throws UserError if the arguments contradict each other.
 Attention attention_of(const std::shared_ptr<Mesh>& mesh, const std::string& dtype, const Sizes& sizes,
                        const Parts& parts, const std::optional<Parts>& key_parts, bool keys_are_whole, bool is_causal,
                        std::optional<int64_t> window, std::vector<int64_t> documents,
@@ -64,6 +69,7 @@ Attention attention_of(const std::shared_ptr<Mesh>& mesh, const std::string& dty
   return a;
 }
 
+// Returns the program of a rank, forward or backward.
 Program program_of(const Attention& a, int64_t rank, bool is_backward) {
   return is_backward ? compile_attention_backward(a, Rank{rank}) : compile_attention(a, Rank{rank});
 }
@@ -73,6 +79,7 @@ Topology topology_of(const Attention& a, const std::optional<Topology>& topology
   return topology ? *topology : Topology::named(a.lowering.default_topology);
 }
 
+// Returns an attention with another method. Throws UserError if the method is not possible.
 Attention with_method(Attention attention, const std::string& method, const std::optional<Topology>& topology) {
   attention.method = parse_attention_method(method);
   const bool has_nodes = attention.method == AttentionMethod::kTwoLevel;
@@ -81,12 +88,14 @@ Attention with_method(Attention attention, const std::string& method, const std:
   return attention;
 }
 
+// Returns an attention for a mask tensor of another dtype or shape.
 Attention with_mask(Attention attention, const MaskForm& form) {
   attention.mask_tensor = mask_of(form);
   check(attention);
   return attention;
 }
 
+// Defines the methods that predict times and choose an attention method.
 void define_predictions(py::class_<Attention>& attention) {
   attention
       .def(
@@ -107,14 +116,36 @@ void define_predictions(py::class_<Attention>& attention) {
             return all;
           },
           py::arg("topology"), py::arg("model"), py::arg("with_backward") = true,
-          "Returns for each method its name, the picoseconds of forward, backward, and the forward's compute alone, "
-          "and the bytes received and allocated by the worst rank.")
+          "Returns for each method: name; picoseconds of the forward, of the backward, and of the forward's compute "
+          "alone; bytes that the worst rank receives, and allocates at its peak.")
       .def(
           "describe",
           [](const Attention& a, const std::optional<Topology>& topology, const GemmModel& model) {
             return describe(a, topology_of(a, topology), model);
           },
-          py::arg("topology"), py::arg("model"));
+          py::arg("topology"), py::arg("model"),
+          "Returns a text with the sizes, the block products of each rank, and the predictions.");
+}
+
+// Defines the methods that return programs and texts.
+void define_programs(py::class_<Attention>& attention) {
+  attention
+      .def(
+          "program",
+          [](const Attention& a, int64_t rank, bool is_backward) {
+            return program_of(a, rank, is_backward).to_string();
+          },
+          py::arg("rank"), py::arg("backward") = false,
+          "Returns the instructions of one rank, forward or backward, as text.")
+      .def(
+          "peak_bytes",
+          [](const Attention& a, int64_t rank, bool is_backward) {
+            return program_of(a, rank, is_backward).peak_bytes();
+          },
+          py::arg("rank"), py::arg("backward") = false, "Returns the most memory that one rank allocates at once.")
+      .def(
+          "to_text", [](const Attention& a, bool is_backward) { return to_text(a, is_backward); }, py::arg("backward"),
+          "Returns the forward or the backward as text, which operators take.");
 }
 
 }  // namespace
@@ -126,17 +157,28 @@ void define_attention(py::module_& m) {
       .def(py::init(&attention_of), py::arg("mesh"), py::arg("dtype"), py::arg("sizes"), py::arg("parts"),
            py::kw_only(), py::arg("key_parts"), py::arg("keys_are_whole"), py::arg("is_causal"), py::arg("window"),
            py::arg("documents"), py::arg("mask"), py::arg("scale"), py::arg("chunks"), py::arg("lowering"),
-           "`mesh` has one dim. `sizes`: batch, heads, heads of keys, depth, and depth of values. `parts`: by "
-           "position, the [begin, end) intervals of the sequence that a rank holds, in local order. `key_parts`: the "
-           "intervals for keys, or None if they are equal. `mask`: the dtype and shape of this rank's mask tensor. "
-           "`chunks`: 0 for blocks as ranks hold them. The method is serial at first. Raises ValueError if the "
-           "arguments contradict each other.")
+           R"(Attention with the method ``"serial"``; `with_method` returns other ones.
+
+Args:
+    mesh: a mesh of one dim.
+    sizes: batch, heads, heads of keys and values, depth, and depth of values.
+    parts: by position, the [begin, end) intervals of the sequence on that rank, in local order.
+    key_parts: the same for keys and values, or None if they are equal.
+    keys_are_whole: True if every rank has all keys and values already.
+    window: a query at i sees the keys j with ``|i - j| < window``; None for all keys.
+    documents: the lengths of consecutive documents, whose tokens do not see each other; empty for one document.
+    mask: dtype and shape of this rank's mask tensor, or None.
+    scale: factor of the scores.
+    chunks: number of chunks of equal length into which the sequence is divided; 0: blocks are the intervals that ranks
+        hold.
+
+Raises:
+    ValueError: the arguments contradict each other.)")
       .def("with_method", &with_method, py::arg("method"), py::arg("topology"),
-           "Returns this attention with another method. ``\"two_level\"`` takes the nodes of the topology. Raises "
-           "ValueError if it has none.")
+           "Returns this attention with another method. ``\"two_level\"`` needs a topology with nodes; for other ones "
+           "it raises ValueError.")
       .def("with_mask", &with_mask, py::arg("mask"),
-           "Returns this attention for a mask tensor of another dtype or shape. Raises ValueError if it is not "
-           "possible.")
+           "Returns this attention for a mask tensor of this dtype and shape. Raises ValueError if they do not fit.")
       .def_property_readonly("method", [](const Attention& a) { return method_name(a.method); })
       .def_property_readonly("dtype", [](const Attention& a) { return a.dtype.name(); })
       .def_readonly("lowering", &Attention::lowering)
@@ -147,7 +189,7 @@ void define_attention(py::module_& m) {
           "key_rows", [](const Attention& a, int64_t rank) { return a.key_rows(position_on(*a.mesh, Rank{rank})); },
           py::arg("rank"), "Returns the number of key positions that a rank holds.")
       .def("with_default_mask", &with_default_mask,
-           "Returns this attention without the dtype and shape of the mask tensor, which may differ between ranks.")
+           "Returns this attention without the dtype and shape of the mask tensor, in which ranks may differ.")
       .def(
           "counts",
           [](const Attention& a, int64_t rank) {
@@ -155,22 +197,9 @@ void define_attention(py::module_& m) {
             return std::make_tuple(c.full, c.triangles, c.others, c.pairs);
           },
           py::arg("rank"),
-          "Returns the numbers of full, triangular and other block products, and of unmasked (query, key) pairs.")
-      .def(
-          "program",
-          [](const Attention& a, int64_t rank, bool is_backward) {
-            return program_of(a, rank, is_backward).to_string();
-          },
-          py::arg("rank"), py::arg("backward") = false)
-      .def(
-          "peak_bytes",
-          [](const Attention& a, int64_t rank, bool is_backward) {
-            return program_of(a, rank, is_backward).peak_bytes();
-          },
-          py::arg("rank"), py::arg("backward") = false)
-      .def(
-          "to_text", [](const Attention& a, bool is_backward) { return to_text(a, is_backward); }, py::arg("backward"),
-          "Returns the forward or the backward in the text form that operators take.");
+          "Returns, for one rank, the numbers of block products that are full, triangular and other, and the number of "
+          "(query, key) pairs that are not masked.");
+  define_programs(attention);
   define_predictions(attention);
 }
 

@@ -23,13 +23,16 @@ namespace {
 
 // Source dim, destination dim, first index in each, length. An absent dim is -1.
 using AxisNumbers = std::array<int64_t, 5>;
+// Index of the source, index of the destination, axes (none: the full tensor).
 using ItemParts = std::tuple<int, int, std::optional<std::vector<AxisNumbers>>>;
 
+// The class of batch plans in Python.
 struct BatchPlanView {
   std::shared_ptr<const BatchPlan> plan;
   BatchCertificate certificate;
 };
 
+// The constructor of batches in Python. Throws UserError for invalid arguments.
 Batch batch_of(const std::vector<std::shared_ptr<Layout>>& sources,
                const std::vector<std::shared_ptr<Layout>>& destinations, const std::vector<ItemParts>& items,
                const Typed<int64_t>& bucket_bytes, const Typed<int64_t>& buckets, const Typed<int64_t>& first_sender) {
@@ -56,27 +59,33 @@ Batch batch_of(const std::vector<std::shared_ptr<Layout>>& sources,
   return batch;
 }
 
+// Defines the class BatchPlan.
 void define_plan_of_batch(py::module_& m) {
   const auto value_of = [](int64_t BatchCertificate::* member) {
     return [member](const BatchPlanView& v) { return v.certificate.*member; };
   };
   using Certificate = BatchCertificate;
-  py::class_<BatchPlanView>(m, "BatchPlan", "The plan of a batch and its costs. ``print`` shows it.")
+  py::class_<BatchPlanView>(m, "BatchPlan",
+                            "The plan of a batch and its costs. ``str(plan)`` describes it. Maxima are over ranks.")
       .def(py::init([](const Batch& batch) {
              auto plan = std::make_shared<const BatchPlan>(batch);
              BatchCertificate certificate = certificate_of(*plan);
              return BatchPlanView{std::move(plan), std::move(certificate)};
            }),
            py::arg("batch"), py::call_guard<py::gil_scoped_release>())
-      .def_property_readonly("ranks", [](const BatchPlanView& v) { return to_ints(v.plan->ranks()); })
+      .def_property_readonly(
+          "ranks", [](const BatchPlanView& v) { return to_ints(v.plan->ranks()); },
+          "The ranks of all layouts, ascending.")
       .def_property_readonly("num_items", value_of(&Certificate::items))
       .def_property_readonly("num_kinds", value_of(&Certificate::kinds),
                              "Number of kinds of items. Items of one kind have equal layouts and maps.")
       .def_property_readonly("received_bytes_max", value_of(&Certificate::received_bytes_max),
                              "Bytes received by the rank that receives most. No plan can have fewer.")
-      .def_property_readonly("received_bytes_sum", value_of(&Certificate::received_bytes_sum))
+      .def_property_readonly("received_bytes_sum", value_of(&Certificate::received_bytes_sum),
+                             "Bytes received by all ranks.")
       .def_property_readonly("kept_bytes_sum", value_of(&Certificate::kept_bytes_sum), "Bytes that are copied locally.")
-      .def_property_readonly("sent_bytes_max", value_of(&Certificate::sent_bytes_max))
+      .def_property_readonly("sent_bytes_max", value_of(&Certificate::sent_bytes_max),
+                             "Bytes sent by the rank that sends most.")
       .def_property_readonly("sent_bytes_bound", value_of(&Certificate::sent_bytes_bound),
                              "A lower bound on `sent_bytes_max` if only ranks that hold the data send it.")
       .def_property_readonly("sent_bound_is_exact",
@@ -96,8 +105,8 @@ void define_plan_of_batch(py::module_& m) {
                              "Bytes of the reduced parts on the rank that holds most of them.")
       .def_property_readonly("reducing_bytes_max", value_of(&Certificate::reducing_bytes_max),
                              "Temporary bytes of the reduction that needs most, besides its result.")
-      .def_property_readonly("bucket_bytes", value_of(&Certificate::bucket_bytes))
-      .def_property_readonly("buckets", value_of(&Certificate::buckets))
+      .def_property_readonly("bucket_bytes", value_of(&Certificate::bucket_bytes), "Size of a bucket.")
+      .def_property_readonly("buckets", value_of(&Certificate::buckets), "Number of buckets on each rank.")
       .def_property_readonly("memory_bytes", value_of(&Certificate::memory_bytes),
                              "Extra bytes of memory on each rank: buckets * bucket_bytes. With reductions, an upper "
                              "bound that includes them.")
@@ -111,16 +120,18 @@ void define_plan_of_batch(py::module_& m) {
 }  // namespace
 
 void define_batch(py::module_& m) {
-  py::class_<Batch>(m, "Batch",
-                    "Tensors that are moved together.\n\nAn item is (index of a source, index of a destination, axes). "
-                    "An axis is (source dim, destination dim, first index in each, length), with -1 for an absent dim. "
-                    "Axes of None mean the full tensor.")
+  py::class_<Batch>(
+      m, "Batch",
+      "Tensors that are moved together.\n\n`sources` and `destinations` are layouts. An item is (index of a source, "
+      "index of a destination, axes). An axis is (source dim, destination dim, first index in the source, first index "
+      "in the destination, length), with -1 for an absent dim. Axes of None mean the full tensor.")
       .def(py::init(&batch_of), py::arg("sources"), py::arg("destinations"), py::arg("items"),
            py::arg("bucket_bytes") = Batch::kDefaultBucketBytes, py::arg("buckets") = Batch::kDefaultBuckets,
            py::arg("first_sender") = 0)
       .def_property_readonly("num_items", [](const Batch& batch) { return batch.items.size(); })
       .def("digests", &Batch::digests, py::call_guard<py::gil_scoped_release>(),
-           "Returns a digest of the settings, then one for each item, which covers all before it.")
+           "Returns a digest of the settings, then a digest for each item, which covers the settings and all items up "
+           "to it.")
       .def(
           "reductions",
           [](const Batch& batch) {
@@ -131,9 +142,11 @@ void define_batch(py::module_& m) {
             return reduced;
           },
           py::call_guard<py::gil_scoped_release>(),
-          "Returns {index of a source with pending reductions: layout to which it is reduced before anything is sent}.")
-      .def("item_text", &Batch::item_text, py::arg("item"))
-      .def("to_bytes", [](const Batch& batch) { return py::bytes(batch.to_bytes()); });
+          "Returns, for each source with pending reductions, its index and the layout to which it is reduced first.")
+      .def("item_text", &Batch::item_text, py::arg("item"), "Returns the description of an item, given by its index.")
+      .def(
+          "to_bytes", [](const Batch& batch) { return py::bytes(batch.to_bytes()); },
+          "Returns the batch in the form that the runtime takes.");
   define_plan_of_batch(m);
 }
 

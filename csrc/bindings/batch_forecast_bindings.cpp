@@ -15,6 +15,7 @@ namespace py = pybind11;
 namespace shardwright {
 namespace {
 
+// Predicts the times of a batch, given as bytes, without the GIL.
 BatchForecast forecast_of(const std::string& bytes, const Topology& topology) {
   const py::gil_scoped_release release;
   return forecast(BatchPlan(Batch::from_bytes(bytes)), topology);

@@ -13,6 +13,7 @@ namespace {
 
 namespace py = pybind11;
 
+// The constructor of BoundBatch in Python.
 std::shared_ptr<BoundBatch> bind_batch(const py::bytes& batch_bytes, int64_t rank, const std::string& group_name,
                                        const std::string& group_device) {
   const std::string bytes(batch_bytes);
@@ -44,8 +45,8 @@ void define_batch_runs(py::module_& m) {
           "Indices of the destinations, in the order in which `wait_for_destination_and_sends` returns for them.");
   py::class_<BoundBatch, std::shared_ptr<BoundBatch>>(m, "BoundBatch",
                                                       "One rank's part of a batch, bound to a process group that has "
-                                                      "all ranks of the batch's layouts. It does not keep "
-                                                      "the group alive.")
+                                                      "all ranks of the batch's layouts. It does not keep the group "
+                                                      "alive.")
       .def(
           py::init(&bind_batch), py::arg("batch_bytes"), py::arg("rank"), py::arg("group_name"),
           py::arg("group_device"),
@@ -53,8 +54,7 @@ void define_batch_runs(py::module_& m) {
           "``\"cpu\"`` for Gloo. Raises ValueError if a rank of the layouts is not in the group.")
       .def("run", &BoundBatch::run, py::arg("sources"), py::arg("destinations"), release_gil(),
            "Fills `destinations`. Both lists have this rank's parts, with the shapes and dtypes of their layouts. "
-           "Raises "
-           "ValueError for other tensors, and DistBackendError if a transfer fails.")
+           "Raises ValueError for other tensors, and DistBackendError if a transfer fails.")
       .def("start", &BoundBatch::start, py::arg("sources"), py::arg("destinations"), release_gil(),
            "Like `run`, but returns once the first transfers are under way. Sources must not change before "
            "`wait_for_sources` returns.");

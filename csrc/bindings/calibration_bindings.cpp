@@ -16,8 +16,10 @@ namespace py = pybind11;
 namespace shardwright {
 namespace {
 
+// Measured all-to-alls: number of peers, bytes sent, seconds.
 using Measured = std::vector<std::tuple<int64_t, int64_t, double>>;
 
+// Returns measured all-to-alls as points of a fit.
 std::vector<LinkPoint> points_of(const Measured& measured) {
   std::vector<LinkPoint> points;
   for (const auto& [peers, sent_bytes, seconds] : measured) points.push_back({peers, sent_bytes, seconds});
@@ -27,13 +29,11 @@ std::vector<LinkPoint> points_of(const Measured& measured) {
 }  // namespace
 
 void define_calibration(py::module_& m) {
-  py::class_<LinkFit>(
-      m, "LinkFit",
-      "The costs of a step, a message and a byte over a link, in seconds, and the mean relative error of the fit.")
-      .def_readonly("step", &LinkFit::step)
-      .def_readonly("message", &LinkFit::message)
-      .def_readonly("byte", &LinkFit::byte)
-      .def_readonly("error", &LinkFit::error);
+  py::class_<LinkFit>(m, "LinkFit", "The costs of transfers over a link, fitted to measurements.")
+      .def_readonly("step", &LinkFit::step, "Seconds per step.")
+      .def_readonly("message", &LinkFit::message, "Seconds per message.")
+      .def_readonly("byte", &LinkFit::byte, "Seconds per byte.")
+      .def_readonly("error", &LinkFit::error, "Mean relative error of the fit.");
   m.def(
       "fit_links",
       [](const Measured& inside, const Measured& between, const std::map<std::string, Measured>& mesh_dims,
@@ -44,8 +44,9 @@ void define_calibration(py::module_& m) {
         return std::make_tuple(fits.inside, fits.between, fits.mesh_dims);
       },
       py::arg("inside"), py::arg("between"), py::arg("mesh_dims"), py::arg("crossing"),
-      "Fits links to measured all-to-alls, given as (peers, bytes sent, seconds): within nodes, between nodes, and by "
-      "mesh dim. `crossing` names the mesh dims along which ranks are on different nodes.");
+      "Returns the fitted link within nodes, the one between nodes, and those of mesh dims by name.\n\n`inside`, "
+      "`between` and the values of `mesh_dims` are measured all-to-alls, as (number of peers, bytes sent, seconds). "
+      "`crossing` names the mesh dims along which ranks are on different nodes.");
 }
 
 }  // namespace shardwright

@@ -49,12 +49,14 @@ at::Tensor longs_of(const std::vector<int64_t>& values) {
 // send_rows, rows_of_token, rows for each rank, codes for each rank.
 using Routes = std::tuple<at::Tensor, at::Tensor, std::vector<int64_t>, std::vector<int64_t>>;
 
+// Calls route_rows for a tensor of codes [tokens, per token].
 Routes routes_of(const at::Tensor& codes, const std::vector<int32_t>& target_of_replica, int num_ranks) {
   RowRoutes routes = route_rows(per_token<int32_t>(codes), target_of_replica, num_ranks);
   return {longs_of(routes.send_rows), tensor_of(routes.rows_of_token, {codes.size(0), routes.width}, at::kLong),
           std::move(routes.row_counts), std::move(routes.pair_counts)};
 }
 
+// Calls expand_rows for a tensor of codes. Returns pairs, copies and counts.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> expansion_of(const at::Tensor& codes, int64_t first_replica,
                                                             int64_t num_local,
                                                             const std::optional<at::Tensor>& origins) {
@@ -63,6 +65,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> expansion_of(const at::Tensor& co
   return {longs_of(expansion.pairs), tensor_of(expansion.copies, codes.sizes(), at::kLong), longs_of(expansion.counts)};
 }
 
+// Calls drop_beyond_capacity for a copy of the codes. Returns the copy and the number of dropped codes.
 std::pair<at::Tensor, int64_t> drop_codes_beyond_capacity(const at::Tensor& codes, const at::Tensor& taken,
                                                           int64_t capacity) {
   const auto before = span_of<int64_t>(taken);
@@ -72,6 +75,7 @@ std::pair<at::Tensor, int64_t> drop_codes_beyond_capacity(const at::Tensor& code
   return {left, dropped};
 }
 
+// Defines placements, and index arithmetic in host memory.
 void define_index_arithmetic(py::module_& m) {
   py::class_<ExpertPlacement>(
       m, "ExpertPlacement",
@@ -80,8 +84,7 @@ void define_index_arithmetic(py::module_& m) {
       .def(py::init<int64_t, const std::vector<std::vector<int64_t>>&>(), py::arg("num_experts"),
            py::arg("experts_of_rank"),
            "`experts_of_rank`: for each rank of the group, its experts in their order. Raises ValueError if an expert "
-           "is on "
-           "no rank, is out of range, or is listed twice for one rank.")
+           "is on no rank, is out of range, or is listed twice for one rank.")
       .def_property_readonly("num_experts", &ExpertPlacement::num_experts)
       .def_property_readonly("num_replicas", &ExpertPlacement::num_replicas)
       .def_property_readonly("first_replica", &ExpertPlacement::first_replica,
@@ -97,8 +100,7 @@ void define_index_arithmetic(py::module_& m) {
           },
           py::arg("expert_ids"), py::arg("rank"), py::arg("node_of_rank"), ReleaseGil(),
           "Returns int32 codes for `expert_ids` ([tokens, experts per token], int64; -1 for no expert), the choices of "
-          "`rank`. "
-          "Both are in host memory. `node_of_rank` may be empty. Raises ValueError if an id is out of range.");
+          "`rank`. Both are in host memory. `node_of_rank` may be empty. Raises ValueError if an id is out of range.");
   m.def(
       "count_by_replica",
       [](const at::Tensor& codes, int64_t num_replicas) {
@@ -117,12 +119,11 @@ void define_index_arithmetic(py::module_& m) {
   m.def("expand_rows", &expansion_of, py::arg("codes"), py::arg("first_replica"), py::arg("num_local"),
         py::arg("origins"), ReleaseGil(),
         "Returns (pairs, copies, counts) for the replicas of this rank, from the codes of received rows. `pairs`: for "
-        "each "
-        "copy of a row, ``row * codes per row + column``, ordered by expert, then by origin. `copies`: for each code, "
-        "the "
-        "index of its copy, or -1. `counts`: number of copies for each local expert.");
+        "each copy of a row, ``row * codes per row + column``, ordered by expert, then by origin. `copies`: for each "
+        "code, the index of its copy, or -1. `counts`: number of copies for each local expert.");
 }
 
+// Defines index arithmetic on devices.
 void define_device_arithmetic(py::module_& m) {
   py::class_<DevicePlacement>(m, "DevicePlacement",
                               "The tables of an `ExpertPlacement` on a device. Its methods do not wait for the device.")
@@ -140,8 +141,7 @@ void define_device_arithmetic(py::module_& m) {
           },
           py::arg("codes"), py::arg("rows_per_rank"), ReleaseGil(),
           "Returns (`send_rows` and `rows_of_token` of a `RowExchange` with `rows_per_rank` rows for each rank, number "
-          "of codes "
-          "without a row).");
+          "of codes without a row).");
   m.def(
       "expand_rows_on_device",
       [](const at::Tensor& codes, int64_t first_replica, int64_t num_local, const std::optional<at::Tensor>& origins,
@@ -152,10 +152,10 @@ void define_device_arithmetic(py::module_& m) {
       py::arg("codes"), py::arg("first_replica"), py::arg("num_local"), py::arg("origins"), py::arg("capacity"),
       py::arg("max_pairs"), ReleaseGil(),
       "Like `expand_rows`, for at most `max_pairs` copies in all and `capacity` copies for each expert. Also returns "
-      "the "
-      "number of dropped copies.");
+      "the number of dropped copies.");
 }
 
+// Defines exchanges, gathers and sums of rows.
 void define_rows(py::module_& m) {
   py::class_<RowExchange>(m, "RowExchange",
                           "The rows that the ranks of a group send each other, and the sums of the results that they "
@@ -189,16 +189,14 @@ void define_rows(py::module_& m) {
       },
       py::arg("group_name"), py::arg("step"), py::arg("words"), py::arg("device"), ReleaseGil(),
       "Sends row r of `words` ([group size, n], int64, in host memory) to rank r. Returns a tensor whose row r is from "
-      "rank "
-      "r. The transfer uses `device`.");
+      "rank r. The transfer uses `device`.");
   m.def("record_bytes", &record_bytes, py::arg("parts"),
         "Returns the bytes that are sent for one row of these parts, with padding.");
   m.def("take_rows", &take_rows, py::arg("rows"), py::arg("index"), ReleaseGil(),
         "Returns a tensor whose row i is ``rows[index[i]]``, or zeros if ``index[i]`` is -1.");
   m.def("sum_rows", &sum_rows, py::arg("rows"), py::arg("table"), py::arg("weights"), ReleaseGil(),
         "Returns a tensor whose row m is the sum over j of ``weights[m, j] * rows[table[m, j]]``, without entries of "
-        "-1. None "
-        "means weights of 1.");
+        "-1. None means weights of 1.");
   m.def(
       "take_weighted_rows", &take_weighted_rows, py::arg("rows"), py::arg("pairs"), py::arg("weights"), ReleaseGil(),
       "Returns, for each pair p (an index into the flat `weights` of shape [rows, n]), the row ``rows[p // n]`` times "

@@ -19,12 +19,14 @@ namespace py = pybind11;
 
 namespace {
 
+// Defines StridedCopy and reduce_parts.
 void define_copies_and_sums(py::module_& m) {
   using BoxParts = std::tuple<int64_t, int64_t, std::vector<int64_t>, std::vector<int64_t>, std::vector<int64_t>>;
   py::class_<StridedCopy>(
       m, "StridedCopy",
-      "The copy that packs and unpacks, for tests and benchmarks.\n\nA box is ``(src_offset, dst_offset, sizes, "
-      "src_strides, dst_strides)``, in elements of `item_bytes`, outermost dim first. Nothing is checked.")
+      "A copy of boxes between two tensors, as in packing and unpacking, for tests and benchmarks.\n\nA box is "
+      "``(src_offset, dst_offset, sizes, src_strides, dst_strides)``, in elements of `item_bytes` bytes, outermost dim "
+      "first. Nothing is checked.")
       .def(py::init([](const std::vector<BoxParts>& parts, int64_t item_bytes) {
              std::vector<Box> boxes;
              for (const auto& [src_offset, dst_offset, sizes, src_strides, dst_strides] : parts) {
@@ -36,7 +38,7 @@ void define_copies_and_sums(py::module_& m) {
       .def(
           "run", [](const StridedCopy& copy, const at::Tensor& src, at::Tensor dst) { run(copy, src, dst); },
           py::arg("src"), py::arg("dst"), py::call_guard<py::gil_scoped_release>(),
-          "Copies between flat tensors on one device, which must not overlap.");
+          "Copies the boxes from `src` to `dst`: flat tensors of one dtype on one device, which must not overlap.");
   m.def(
       "reduce_parts",
       [](const std::string& op, const std::vector<at::Tensor>& parts, double divisor, at::Tensor dst, bool with_aten) {
@@ -46,19 +48,21 @@ void define_copies_and_sums(py::module_& m) {
       },
       py::arg("op"), py::arg("parts"), py::arg("divisor"), py::arg("dst"), py::arg("with_aten") = false,
       py::call_guard<py::gil_scoped_release>(),
-      "Computes dst = (op over the parts, in order) / divisor, for tests and benchmarks.\n\nAll tensors are flat, of "
-      "one size, dtype and device. `with_aten` uses ATen, as on devices for which shardwright has no reduction of its "
-      "own. Nothing is checked.");
+      "Computes dst = (op over the parts, in order) / divisor, for tests and benchmarks.\n\n`op` is a reduction, such "
+      "as ``\"sum\"``. All tensors are flat, of one size, dtype and device. With `with_aten`, ATen computes it, as on "
+      "devices for which shardwright has no reduction. Nothing is checked.");
 }
 
+// Defines the class Gemm.
 void define_gemm(py::module_& m) {
   using Strides = std::array<int64_t, 3>;  // offset, row stride, column stride
   const auto matrix = [](const Strides& strides) { return Matrix{kInputBuffer, strides[0], strides[1], strides[2]}; };
-  py::class_<Gemm>(m, "Gemm",
-                   "A product of matrices in flat tensors, or a batch of products, for tests and benchmarks: dst = lhs "
-                   "x rhs.\n\n`sizes` are (m, n, k). A matrix is ``(offset, row_stride, column_stride)`` in elements; "
-                   "`batch_strides` are those of lhs, rhs and dst. With `accumulates` the product is added to dst; "
-                   "else the matrix at `bias` is added to every product. Nothing is checked.")
+  py::class_<Gemm>(
+      m, "Gemm",
+      "A product dst = lhs x rhs of matrices in flat tensors, or a batch of `count` products, for tests and "
+      "benchmarks.\n\n`sizes` are (m, n, k). A matrix is ``(offset, row_stride, column_stride)`` in elements; "
+      "`batch_strides` are those of lhs, rhs and dst. With `accumulates`, the product is added to dst; otherwise the "
+      "matrix at `bias`, if given, is added to every product. Nothing is checked.")
       .def(py::init([matrix](const std::array<int64_t, 3>& sizes, const Strides& lhs, const Strides& rhs,
                              const Strides& dst, int64_t count, const std::array<int64_t, 3>& batch_strides,
                              bool accumulates, const std::optional<Strides>& bias) {
@@ -77,7 +81,8 @@ void define_gemm(py::module_& m) {
              int sms_left) { multiply(gemm, lhs, rhs, dst, bias.value_or(at::Tensor()), {sms_left}); },
           py::arg("lhs"), py::arg("rhs"), py::arg("dst"), py::arg("bias") = py::none(), py::arg("sms_left") = 0,
           py::call_guard<py::gil_scoped_release>(),
-          "lhs and rhs have one floating dtype; dst has it too, or float32. `sms_left` multiprocessors stay unused.")
+          "Computes the product. lhs and rhs have one floating dtype; dst has the same dtype, or float32. The product "
+          "leaves `sms_left` multiprocessors unused.")
       .def(
           "multiply_scaled",
           [](Gemm gemm, const at::Tensor& lhs, const at::Tensor& rhs, const at::Tensor& lhs_scale,
@@ -88,22 +93,23 @@ void define_gemm(py::module_& m) {
           },
           py::arg("lhs"), py::arg("rhs"), py::arg("lhs_scale"), py::arg("rhs_scale"), py::arg("dst"),
           py::arg("sms_left") = 0, py::arg("fast_accumulation") = false, py::call_guard<py::gil_scoped_release>(),
-          "Multiplies 8-bit floats with float32 scales into bfloat16 or float32.\n\nScales have no dims, or one of "
-          "length m (lhs) or n (rhs). Raises ValueError on other dtypes.")
+          "Computes the product of 8-bit floats with float32 scales, into bfloat16 or float32.\n\nA scale has one "
+          "element, or one per row of lhs or column of rhs. Raises ValueError for other dtypes.")
       .def(
           "why_not_scaled",
           [](const Gemm& gemm, const at::Tensor& lhs, const at::Tensor& rhs, const at::Tensor& dst) {
             return why_not_scaled(gemm, lhs, rhs, dst);
           },
           py::arg("lhs"), py::arg("rhs"), py::arg("dst"),
-          "Returns the reason why the device's 8-bit float units cannot compute this scaled product, or None.")
+          "Returns the reason why hardware for 8-bit floats cannot compute this scaled product, or None if it can.")
       .def(
           "waves",
           [](const Gemm& gemm, const at::Tensor& lhs, const at::Tensor& dst, int sms_left) {
             return waves_of(gemm, lhs.scalar_type(), dst.scalar_type(), dst.device(), {sms_left});
           },
           py::arg("lhs"), py::arg("dst"), py::arg("sms_left") = 0,
-          "Returns the number of waves in which dst's device computes the product, given the dtypes; None if unknown.");
+          "Returns the number of waves of tiles in which dst's device computes the product, or None if it does not "
+          "report it.");
 }
 
 }  // namespace

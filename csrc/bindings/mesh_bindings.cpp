@@ -20,6 +20,7 @@ namespace py = pybind11;
 namespace shardwright {
 namespace {
 
+// Returns the meaning of strided shards (layout/layout.h). Throws UserError for other texts.
 StridedMeaning parse_strided(const std::string& text) {
   if (text == "auto") return StridedMeaning::kAuto;
   if (text == "order") return StridedMeaning::kOrder;
@@ -27,8 +28,8 @@ StridedMeaning parse_strided(const std::string& text) {
   throw UserError(concat("strided must be one of auto, order, literal, got '", text, "'"));
 }
 
-// In Python, equality and hash of meshes and layouts include the topology, because Python caches plans by mesh and
-// layout, and plans depend on the topology.
+// Returns the hash of a topology; 0 for null. In Python, equality and hash of meshes and layouts include the topology,
+// because Python caches plans by mesh and layout, and plans depend on the topology.
 size_t hash_of(const Topology* topology) { return topology == nullptr ? 0 : std::hash<std::string>()(topology->name); }
 
 }  // namespace
@@ -55,15 +56,19 @@ void define_mesh(py::module_& m) {
                                            std::move(rank_numbers), std::move(topology));
            }),
            py::arg("dim_names"), py::arg("dim_sizes"), py::arg("ranks") = py::none(), py::arg("topology") = nullptr)
-      .def_property_readonly("topology",
-                             [](const Mesh& mesh) -> Typed<std::optional<Topology>> {
-                               return py::cast(std::const_pointer_cast<Topology>(mesh.topology()));
-                             })
-      .def_property_readonly("dim_names", &Mesh::dim_names)
-      .def_property_readonly("shape", [](const Mesh& mesh) { return tuple_of(mesh.dim_sizes()); })
-      .def_property_readonly("size", &Mesh::size)
-      .def_property_readonly("ndim", &Mesh::ndim)
-      .def_property_readonly("ranks", [](const Mesh& mesh) { return to_ints(mesh.ranks()); })
+      .def_property_readonly(
+          "topology",
+          [](const Mesh& mesh) -> Typed<std::optional<Topology>> {
+            return py::cast(std::const_pointer_cast<Topology>(mesh.topology()));
+          },
+          "The topology for plans on this mesh, or None.")
+      .def_property_readonly("dim_names", &Mesh::dim_names, "The names of the mesh dims.")
+      .def_property_readonly(
+          "shape", [](const Mesh& mesh) { return tuple_of(mesh.dim_sizes()); }, "The sizes of the mesh dims.")
+      .def_property_readonly("size", &Mesh::size, "Number of ranks.")
+      .def_property_readonly("ndim", &Mesh::ndim, "Number of mesh dims.")
+      .def_property_readonly(
+          "ranks", [](const Mesh& mesh) { return to_ints(mesh.ranks()); }, "The ranks in row-major order.")
       .def(
           "coordinate",
           [](const Mesh& mesh, const Typed<int64_t>& rank) -> std::optional<std::vector<int64_t>> {
@@ -71,7 +76,7 @@ void define_mesh(py::module_& m) {
             if (!position) return std::nullopt;
             return mesh.coordinates(*position);
           },
-          py::arg("rank"), "Returns a rank's coordinate; None if the rank is not on the mesh.")
+          py::arg("rank"), "Returns a rank's coordinate along each mesh dim, or None if the rank is not on the mesh.")
       .def(
           "group_ranks",
           [](const Mesh& mesh, const Typed<int64_t>& rank, const Typed<std::vector<int64_t>>& mesh_dims) {
@@ -79,21 +84,22 @@ void define_mesh(py::module_& m) {
             return to_ints(mesh.ranks_at(mesh.group(position_on(mesh, rank_of(rank)), dims)));
           },
           py::arg("rank"), py::arg("mesh_dims"),
-          "Returns the ranks that differ from `rank` only in `mesh_dims`, itself included, ascending.")
+          "Returns the ranks that differ from `rank` only in `mesh_dims` (indices), and `rank` itself, ascending. "
+          "Raises ValueError if the rank or a mesh dim is not on the mesh.")
       .def(
           "__eq__", [](const Mesh& a, const Mesh& b) { return a == b && same_topology(a, b); }, py::is_operator())
       .def("__hash__",
            [](const Mesh& mesh) { return py::hash(py::str(mesh.to_string())) ^ hash_of(mesh.topology().get()); })
       .def(
           "has_same_ranks", [](const Mesh& a, const Mesh& b) { return a == b; }, py::arg("other"),
-          "True if names, sizes and ranks are equal. Topologies may differ.")
+          "Returns True if names, sizes and ranks are equal. Topologies may differ.")
       .def("__repr__", [](const Mesh& mesh) { return concat("Mesh(", mesh.to_string(), ")"); });
 }
 
 namespace {
 
-// Returns the first pending reduction that cannot be differentiated.
-std::optional<Placement> undifferentiable(const Layout& layout) {
+// Returns the first pending reduction that cannot be differentiated; nothing if there is none.
+std::optional<Placement> find_undifferentiable(const Layout& layout) {
   for (const Placement& placement : layout.placements()) {
     const bool is_linear = placement.op == ReduceOp::kSum || placement.op == ReduceOp::kAvg;
     if (placement.is_partial() && !is_linear) return placement;
@@ -105,24 +111,25 @@ std::optional<Placement> undifferentiable(const Layout& layout) {
 
 void define_gradient_layouts(py::module_& m) {
   m.def(
-      "has_gradient", [](const Layout& layout) { return !undifferentiable(layout); }, py::arg("layout"),
-      "True if all pending reductions can be differentiated.");
+      "has_gradient", [](const Layout& layout) { return !find_undifferentiable(layout); }, py::arg("layout"),
+      "Returns True if all pending reductions of a layout can be differentiated.");
   m.def(
       "gradient_layout",
       [](const Layout& layout, const std::string& argument) {
-        const std::optional<Placement> placement = undifferentiable(layout);
+        const std::optional<Placement> placement = find_undifferentiable(layout);
         check_user(!placement, "placements of ", argument, " must be P(sum), P(avg), S or R if it requires grad, got ",
                    placement.value_or(Placement()));
         return std::make_shared<Layout>(without_sums(layout));
       },
       py::arg("layout"), py::arg("argument"),
-      "Returns the layout of a gradient: R instead of P. Raises ValueError that names `argument` if a pending "
-      "reduction cannot be differentiated.");
+      "Returns the layout of the gradient of a tensor: R instead of P. Raises ValueError that names `argument` if a "
+      "pending reduction cannot be differentiated.");
 }
 
 namespace {
 
-std::shared_ptr<Layout> made_layout(std::shared_ptr<Mesh> mesh, const Typed<std::vector<int64_t>>& shape,
+// Returns a layout. Checks the arguments.
+std::shared_ptr<Layout> make_layout(std::shared_ptr<Mesh> mesh, const Typed<std::vector<int64_t>>& shape,
                                     const Typed<std::vector<std::string>>& placements, const Typed<std::string>& dtype,
                                     const ShardOrder& shard_order, const Typed<std::string>& strided, int flattened) {
   std::vector<Placement> parsed;
@@ -136,6 +143,7 @@ bool is_complex(DType dtype) {
   return dtype == DType::kComplex32 || dtype == DType::kComplex64 || dtype == DType::kComplex128;
 }
 
+// True if a reduction is pending along some mesh dim.
 bool has_pending(const Layout& layout) {
   const std::vector<Placement>& all = layout.placements();
   return std::any_of(all.begin(), all.end(), [](const Placement& placement) { return placement.is_partial(); });
@@ -143,6 +151,7 @@ bool has_pending(const Layout& layout) {
 
 using Pairs = std::vector<std::pair<int64_t, int64_t>>;
 
+// Returns the (begin, end) pairs of lists of intervals.
 template <typename Lists>
 std::vector<Pairs> pairs_of(const Lists& lists) {
   std::vector<Pairs> all;
@@ -153,19 +162,22 @@ std::vector<Pairs> pairs_of(const Lists& lists) {
   return all;
 }
 
+// Returns the dim and the intervals of nearest_cut.
 std::pair<int, std::vector<Pairs>> nearest_cut_on(const Layout& src, const std::vector<int64_t>& ranks) {
-  std::vector<Rank> on;
-  for (const int64_t rank : ranks) on.push_back(Rank{rank});
-  const NearestCut cut = nearest_cut(src, on);
+  std::vector<Rank> typed_ranks;
+  for (const int64_t rank : ranks) typed_ranks.push_back(Rank{rank});
+  const NearestCut cut = nearest_cut(src, typed_ranks);
   return {cut.dim, pairs_of(cut.lists)};
 }
 
 using LayoutClass = py::class_<Layout, std::shared_ptr<Layout>>;
 
+// Defines the methods of Layout about the parts of ranks.
 void define_parts(LayoutClass& layout) {
   layout
       .def("check_blocks_are_whole", &check_blocks_are_whole, py::arg("dim"), py::arg("unit"),
-           "Raises ValueError if a part of `dim`, an index into `flattened_shape`, begins or ends within a unit.")
+           "Raises ValueError if a rank's part of `dim`, an index into `flattened_shape`, begins or ends within a "
+           "block of `unit` elements.")
       .def_property_readonly("has_equal_parts", &Layout::has_equal_parts, "True if all ranks hold parts of one shape.")
       .def_property_readonly("has_pending", &has_pending, "True if a reduction is pending along some mesh dim.")
       .def("without_pending", &without_sums, "Returns this layout with R instead of pending reductions.")
@@ -174,14 +186,29 @@ void define_parts(LayoutClass& layout) {
           [](const Layout& layout, const Typed<int64_t>& rank) {
             return tuple_of(layout.local_shape_of_rank(rank_of(rank)));
           },
-          py::arg("rank"), "Returns the shape of this rank's part; (0,) if the rank is not on the mesh.")
+          py::arg("rank"), "Returns the shape of a rank's local tensor; (0,) if the rank is not on the mesh.")
       .def(
           "region",
           [](const Layout& layout, const Typed<int64_t>& rank) {
             return pairs_of(layout.region(position_on(layout.mesh(), rank_of(rank))));
           },
           py::arg("rank"),
-          "Returns, per tensor dim, the [begin, end) intervals of global indices that the rank holds, in local order.");
+          "Returns, for each tensor dim, the [begin, end) intervals of global indices on the rank, in local order. "
+          "Raises ValueError if the rank is not on the mesh.");
+}
+
+// Defines functions on layouts and dtypes.
+void define_layout_functions(py::module_& m) {
+  m.def("nearest_cut", &nearest_cut_on, py::arg("src"), py::arg("ranks"),
+        "Returns (tensor dim, [begin, end) intervals of each rank): a sharding of one dim over `ranks`, with at most "
+        "ceil(n / ranks) of its n rows on each, for which the fewest elements leave their rank.");
+  define_gradient_layouts(m);
+  m.def(
+      "is_floating", [](const std::string& dtype) { return DType::parse(dtype).kind() == DTypeKind::kFloat; },
+      py::arg("dtype"), "Returns True for floating dtypes of 16 bits or more.");
+  m.def(
+      "is_complex", [](const std::string& dtype) { return is_complex(DType::parse(dtype)); }, py::arg("dtype"),
+      "Returns True for complex dtypes.");
 }
 
 }  // namespace
@@ -192,22 +219,25 @@ void define_layout(py::module_& m) {
       "A global tensor's shape, dtype, and placements on a mesh.\n\nLayouts are equal if shape and dtype are equal, "
       "the meshes are equal, and the cuts are the same in the same order. Equal layouts share plans.");
   layout
-      .def(py::init(&made_layout), py::arg("mesh"), py::arg("shape"), py::arg("placements"),
+      .def(py::init(&make_layout), py::arg("mesh"), py::arg("shape"), py::arg("placements"),
            py::arg("dtype") = "float32", py::arg("shard_order") = ShardOrder{}, py::arg("strided") = "auto",
            py::arg("flattened") = 1)
-      .def_property_readonly("mesh",
-                             [](const Layout& layout) { return std::const_pointer_cast<Mesh>(layout.mesh_ptr()); })
-      .def_property_readonly("shape", [](const Layout& layout) { return tuple_of(layout.tensor_shape()); })
+      .def_property_readonly(
+          "mesh", [](const Layout& layout) { return std::const_pointer_cast<Mesh>(layout.mesh_ptr()); }, "The mesh.")
+      .def_property_readonly(
+          "shape", [](const Layout& layout) { return tuple_of(layout.tensor_shape()); }, "The global shape.")
       .def_property_readonly(
           "flattened", &Layout::flattened,
           "Number of leading tensor dims that placements and local tensors count as one; 1 if none are flattened.")
       .def_property_readonly(
           "flattened_shape", [](const Layout& layout) { return tuple_of(layout.shape()); },
-          "The shape with the flattened dims as one. Placements, local shapes and regions refer to it.")
+          "The global shape with the flattened dims as one dim. Placements, local shapes and regions refer to it.")
       .def_property_readonly(
           "is_partition", &Layout::is_partition,
           "True if along each mesh dim every element is on one coordinate, in ascending order; see `Pieces`.")
-      .def_property_readonly("dtype", [](const Layout& layout) { return layout.dtype().name(); })
+      .def_property_readonly(
+          "dtype", [](const Layout& layout) { return layout.dtype().name(); },
+          "The name of the dtype, such as ``\"float32\"``.")
       .def_property_readonly(
           "placements",
           [](const Layout& layout) {
@@ -217,7 +247,8 @@ void define_layout(py::module_& m) {
             }
             return texts;
           },
-          "One per mesh dim. Strided shards that encode a shard order appear as plain ones; see `shard_order`.")
+          "The placement of each mesh dim, as text. Strided shards that encode a shard order are shown as plain "
+          "shards; see `shard_order`.")
       .def_property_readonly(
           "shard_order",
           [](const Layout& layout) {
@@ -227,20 +258,15 @@ void define_layout(py::module_& m) {
             }
             return order;
           },
-          "{tensor dim: mesh dims that cut it, first cut first}; mesh dims of size 1 are left out.")
+          "For each sharded tensor dim, the mesh dims that shard it, in the order of the cuts. Mesh dims of size 1 are "
+          "left out.")
       .def(
           "__eq__", [](const Layout& a, const Layout& b) { return a == b && same_topology(a.mesh(), b.mesh()); },
           py::is_operator())
       .def("__hash__", [](const Layout& layout) { return layout.hash() ^ hash_of(layout.mesh().topology().get()); })
       .def("__repr__", [](const Layout& layout) { return concat("Layout(", layout.to_string(), ")"); });
   define_parts(layout);
-  m.def("nearest_cut", &nearest_cut_on, py::arg("src"), py::arg("ranks"),
-        "Returns the tensor dim to cut and the intervals of each rank for which the fewest elements move.");
-  define_gradient_layouts(m);
-  m.def(
-      "is_floating", [](const std::string& dtype) { return DType::parse(dtype).kind() == DTypeKind::kFloat; },
-      py::arg("dtype"), "True if it is a floating dtype of 16 bits or more.");
-  m.def("is_complex", [](const std::string& dtype) { return is_complex(DType::parse(dtype)); }, py::arg("dtype"));
+  define_layout_functions(m);
 }
 
 }  // namespace shardwright

@@ -1,4 +1,4 @@
-// _planner: the torch-free half for Python. The command line needs no other module.
+// The extension module _planner, which does not need torch. The command line needs no other extension module.
 #include <pybind11/pybind11.h>
 
 #include "bindings/arguments.h"

@@ -19,6 +19,7 @@ namespace py = pybind11;
 namespace shardwright {
 namespace {
 
+// Returns the options of make_plan. Checks the arguments.
 PlanOptions options_of(const Layout& src, const Layout& dst, const Typed<std::string>& backend,
                        const Typed<std::string>& objective, const std::shared_ptr<Topology>& topology,
                        const std::vector<std::vector<int64_t>>& groups, const Typed<std::string>& reduce,
@@ -31,6 +32,7 @@ PlanOptions options_of(const Layout& src, const Layout& dst, const Typed<std::st
   return options;
 }
 
+// Defines functions that make plans.
 void define_making(py::module_& m) {
   m.def(
       "make_plan",
@@ -47,7 +49,10 @@ void define_making(py::module_& m) {
       },
       py::arg("src"), py::arg("dst"), py::arg("backend") = "nccl", py::arg("objective") = "time",
       py::arg("topology") = nullptr, py::arg("groups") = std::vector<std::vector<int64_t>>{},
-      py::arg("reduce") = "fast", py::arg("memory_limit") = py::none(), py::arg_v("tables", PlanningTables{}, "..."));
+      py::arg("reduce") = "fast", py::arg("memory_limit") = py::none(), py::arg_v("tables", PlanningTables{}, "..."),
+      "Returns the cheapest plan from one layout to another, from the cache of plans if possible.\n\nThe arguments are "
+      "those of `shardwright.plan`; `tables` are the defaults, and `memory_limit` is in bytes. Raises ValueError if an "
+      "argument is invalid or no plan meets the memory limit.");
   m.def(
       "plan_through",
       [](const std::vector<Layout>& layouts, const Typed<std::string>& backend, const Typed<std::string>& objective,
@@ -60,7 +65,9 @@ void define_making(py::module_& m) {
       },
       py::arg("layouts"), py::arg("backend") = "nccl", py::arg("objective") = "time", py::arg("topology") = nullptr,
       py::arg("groups") = std::vector<std::vector<int64_t>>{}, py::arg("reduce") = "fast",
-      py::arg_v("tables", PlanningTables{}, "..."));
+      py::arg_v("tables", PlanningTables{}, "..."),
+      "Returns the plan with one move from each layout to the next. Raises ValueError if there is no such move.");
+  // Kind of step, mesh dims, layouts before and after, replica policy, rounds, ordered, ranks per node.
   using StepFields = std::tuple<std::string, std::vector<int64_t>, Layout, Layout, std::string, int64_t, bool, int64_t>;
   m.def(
       "plan_of_steps",
@@ -76,17 +83,23 @@ void define_making(py::module_& m) {
         return view_of(from_bytes(to_bytes(plan)));  // from_bytes rejects steps that do not form a plan
       },
       py::arg("src"), py::arg("dst"), py::arg("steps"), py::arg("backend"), py::arg("objective"), py::arg("topology"),
-      py::arg("named_groups_only"), py::arg("segments_dim"), py::arg("segments"));
+      py::arg("named_groups_only"), py::arg("segments_dim"), py::arg("segments"),
+      "Returns the plan with these steps: (kind of step, mesh dims, layouts before and after, replica policy, rounds, "
+      "ordered, ranks per node). Raises ValueError if they do not form a plan.");
 }
 
+// Defines functions on the cache of plans.
 void define_cache(py::module_& m) {
-  m.def("plan_cache_counts", [] {
-    const PlanCache::Counts counts = plan_cache().counts();
-    return py::typing::Dict<py::str, py::int_>(py::arg("hits") = counts.hits, py::arg("misses") = counts.misses,
-                                               py::arg("size") = counts.size);
-  });
-  m.def("reset_plan_cache_counts", [] { plan_cache().reset_counts(); });
-  m.def("clear_plan_cache", [] { plan_cache().clear(); });
+  m.def(
+      "plan_cache_counts",
+      [] {
+        const PlanCache::Counts counts = plan_cache().counts();
+        return py::typing::Dict<py::str, py::int_>(py::arg("hits") = counts.hits, py::arg("misses") = counts.misses,
+                                                   py::arg("size") = counts.size);
+      },
+      "Returns the hits and misses of the cache of plans since the last reset, and its size.");
+  m.def("reset_plan_cache_counts", [] { plan_cache().reset_counts(); }, "Sets the hits and misses to 0.");
+  m.def("clear_plan_cache", [] { plan_cache().clear(); }, "Removes all plans from the cache.");
 }
 
 }  // namespace
@@ -95,14 +108,14 @@ void define_planning(py::module_& m) {
   define_making(m);
   m.def(
       "plan_text", [](const PlanView& p) { return to_text(p.plan()); }, py::arg("plan"),
-      "Returns a plan in the text form that operators take: a label, ``\"|\"``, and its bytes in base64.");
+      "Returns a plan as text, which operators take: a label, ``\"|\"``, and the plan's bytes in base64.");
   m.def(
       "parse_plan", [](const std::string& text) { return view_of(from_bytes(bytes_from_text(text, "plan"))); },
-      py::arg("text"), "Parses the result of `plan_text`. Raises ValueError on other text.");
+      py::arg("text"), "Returns the plan from the result of `plan_text`. Raises ValueError for other texts.");
   m.def(
       "simulation_bytes", [](const PlanView& p) { return simulation_bytes(p.plan(), p.certified->peak_bytes()); },
       py::arg("plan"), py::call_guard<py::gil_scoped_release>(),
-      "Returns an estimate of the bytes that ``plan.simulate()`` takes.");
+      "Returns an estimate of the memory that ``plan.simulate()`` needs, in bytes.");
   define_cache(m);
 }
 

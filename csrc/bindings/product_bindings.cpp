@@ -1,4 +1,4 @@
-// _planner: products in chunks, their predicted times and their programs.
+// _planner: matrix products in chunks: schedules, predicted times and programs; models of the times of products.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -19,6 +19,7 @@ namespace {
 // A number of chunks, or for a ring the distances of each chunk.
 using Chunks = std::variant<int64_t, std::vector<std::vector<int64_t>>>;
 
+// Returns a schedule with a number of chunks or, for a ring, the distances of each chunk but the first.
 Schedule schedule_of(const std::string& method, const Chunks& chunks, int64_t depth, int64_t sms_left) {
   Schedule schedule{parse_method(method)};
   if (const auto* count = std::get_if<int64_t>(&chunks)) {
@@ -32,15 +33,18 @@ Schedule schedule_of(const std::string& method, const Chunks& chunks, int64_t de
   return schedule;
 }
 
+// Returns the distances if the schedule has any, else the number of chunks.
 Chunks chunks_of(const Schedule& schedule) {
   if (schedule.distances.empty()) return schedule.chunks;
   return schedule.distances;
 }
 
+// Returns the method and the chunks of a schedule.
 std::string text_of(const Schedule& schedule) {
   return concat(method_name(schedule.method), " ", chunks_text(schedule));
 }
 
+// Defines the class Schedule.
 void define_schedule(py::module_& m) {
   py::class_<Schedule>(m, "Schedule", R"(The schedule of a `Matmul` (csrc/products/matmul.h).
 
@@ -68,6 +72,7 @@ Raises:
       .def("__repr__", [](const Schedule& schedule) { return concat("Schedule(", text_of(schedule), ")"); });
 }
 
+// Returns the argument `depth`. Throws UserError for values out of range.
 std::optional<int64_t> depth_of(const py::object& value) {
   if (value.is_none()) return std::nullopt;
   const int64_t depth = integer(value, "depth");
@@ -75,9 +80,10 @@ std::optional<int64_t> depth_of(const py::object& value) {
   return depth;
 }
 
-// A flag for scales by row, the dtype of the result, and the plan of the moved operand's scales.
+// True for scales by row; the dtype of the result; the plan of the moved operand's scales.
 using ScalingParts = std::tuple<bool, std::string, std::optional<PlanView>>;
 
+// Returns the scaling of 8-bit operands; nothing for None.
 std::optional<Scaling> scaling_of(const std::optional<ScalingParts>& parts) {
   if (!parts) return std::nullopt;
   const auto& [by_row, result, plan] = *parts;
@@ -86,6 +92,7 @@ std::optional<Scaling> scaling_of(const std::optional<ScalingParts>& parts) {
   return scaling;
 }
 
+// Returns the predicted timeline of the first rank.
 py::typing::Dict<py::str, py::object> timeline_of(const Matmul& matmul, const Schedule& schedule,
                                                   const GemmModel& model) {
   const Program program = compile(matmul, schedule, plan_of(matmul).src.mesh().rank_at(Position{0}));
@@ -101,6 +108,7 @@ py::typing::Dict<py::str, py::object> timeline_of(const Matmul& matmul, const Sc
                                                py::arg("gemm_ps") = timeline.gemm_ps);
 }
 
+// Defines the properties of GemmModel and its prediction.
 void define_values(py::class_<GemmModel>& model) {
   model.def_readonly("name", &GemmModel::name)
       .def_readonly("num_processors", &GemmModel::num_processors)
@@ -125,11 +133,13 @@ void define_values(py::class_<GemmModel>& model) {
                                      size(item_bytes, "item_bytes"));
           },
           py::arg("m"), py::arg("n"), py::arg("k"), py::arg("count") = 1, py::arg("item_bytes") = 2,
-          "Returns the time of `count` products of m x k by k x n.");
+          "Returns the predicted time, in picoseconds, of `count` products of m x k by k x n, with operands of "
+          "`item_bytes` bytes per element. Raises ValueError for negative sizes.");
 }
 
 using MatmulClass = py::class_<MatmulView>;
 
+// Defines the functions that make a Matmul.
 void define_making(MatmulClass& matmul) {
   using Product = std::tuple<std::string, Layout, bool>;
   using Term = std::tuple<std::string, Layout, Layout>;
@@ -146,10 +156,17 @@ void define_making(MatmulClass& matmul) {
             return MatmulView{std::move(matmul)};
           },
           py::arg("plan"), py::arg("products"), py::arg("keeps_gathered") = false, py::arg("scaling") = py::none(),
-          "Returns a matmul that moves an operand by a plan and multiplies it. `products` has, for each product, the "
-          "axes (the moved operand first), the other operand, and whether a bias is added. `scaling` of 8-bit operands "
-          "is (whether scales are by row, dtype of the result, plan of the moved operand's scales if they are by row). "
-          "Raises ValueError if the arguments contradict each other.")
+          R"(Returns a matmul that moves an operand by a plan and multiplies it.
+
+Args:
+    products: for each product, (axes with the moved operand first, layout of the other operand, True if a bias is
+        added).
+    keeps_gathered: True if the moved operand is an output too.
+    scaling: for 8-bit operands, (True for scales by row, dtype of the result, plan of the moved operand's scales if
+        they are by row).
+
+Raises:
+    ValueError: the arguments contradict each other.)")
       .def_static(
           "scatter",
           [](const PlanView& plan, const std::vector<Term>& terms, bool has_addend,
@@ -160,28 +177,42 @@ void define_making(MatmulClass& matmul) {
             return MatmulView{std::move(matmul)};
           },
           py::arg("plan"), py::arg("terms"), py::arg("has_addend") = false, py::arg("scaling") = py::none(),
-          "Returns a matmul that sums products, and with `has_addend` one more tensor in the layout of the plan's "
-          "source, and moves the result by a plan. `terms` has the axes and both operands of each product. `scaling` "
-          "is as in `gather`, without a plan.")
+          R"(Returns a matmul that sums products and moves the sum by a plan.
+
+Args:
+    terms: for each product, (axes, layouts of both operands).
+    has_addend: True if one more tensor is added, in the layout of the plan's source.
+    scaling: as in `gather`, without a plan.
+
+Raises:
+    ValueError: the arguments contradict each other.)")
       .def_static(
           "parse",
           [](const std::string& text) {
             const auto [matmul, schedule] = matmul_from_bytes(bytes_from_text(text, "matmul"));
             return std::pair(MatmulView{matmul}, schedule);
           },
-          py::arg("text"), "Parses the result of `to_text`.");
+          py::arg("text"),
+          "Returns the matmul and the schedule from the result of `to_text`. Raises ValueError for other texts.");
 }
 
+// Defines the methods that predict times and choose schedules.
 void define_choices(MatmulClass& matmul) {
-  matmul.def_property_readonly("plan", [](const MatmulView& view) { return view_of(plan_of(view.matmul)); })
-      .def_property_readonly("num_partners", [](const MatmulView& view) { return num_partners(view.matmul); })
-      .def_property_readonly("communicates", [](const MatmulView& view) { return communicates(view.matmul); })
+  matmul
+      .def_property_readonly(
+          "plan", [](const MatmulView& view) { return view_of(plan_of(view.matmul)); }, "The plan of the move.")
+      .def_property_readonly(
+          "num_partners", [](const MatmulView& view) { return num_partners(view.matmul); },
+          "Number of ranks that take part in the step that is divided into chunks.")
+      .def_property_readonly(
+          "communicates", [](const MatmulView& view) { return communicates(view.matmul); },
+          "True if the plan communicates.")
       .def_property_readonly(
           "why_only_serial", [](const MatmulView& view) { return why_only_serial(view.matmul); },
-          "The reason why no part of it can be chunked; None if some part can.")
+          "The reason why no part of the matmul can be divided into chunks, or None if some part can.")
       .def(
           "check", [](const MatmulView& view, const Schedule& schedule) { check(view.matmul, schedule); },
-          py::arg("schedule"), "Raises ValueError if the schedule is not possible.")
+          py::arg("schedule"), "Raises ValueError if the schedule is not possible for this matmul.")
       .def(
           "predictions",
           [](const MatmulView& view, const GemmModel& model, const Typed<std::optional<int64_t>>& depth) {
@@ -192,15 +223,16 @@ void define_choices(MatmulClass& matmul) {
             return all;
           },
           py::arg("model"), py::arg("depth") = py::none(),
-          "Returns (schedule, picoseconds) pairs: serial first, then every method and number of chunks, each with the "
-          "depth (unless it is given) and the processors left to transfers that are predicted to be fastest.")
+          "Returns (schedule, predicted picoseconds) for the serial schedule, then for every method and number of "
+          "chunks. Each has the number of processors left to transfers, and the depth unless `depth` is given, that "
+          "are predicted to be fastest.")
       .def(
           "choose",
           [](const MatmulView& view, const GemmModel& model, const Typed<std::optional<int64_t>>& depth) {
             return choose(view.matmul, model, depth_of(depth));
           },
           py::arg("model"), py::arg("depth") = py::none(),
-          "Returns the schedule predicted to be fastest; serial unless another one saves 2%.")
+          "Returns the schedule with the least predicted time; the serial one unless another saves at least 2%.")
       .def(
           "tuned",
           [](const MatmulView& view, const Schedule& schedule, const GemmModel& model,
@@ -208,9 +240,10 @@ void define_choices(MatmulClass& matmul) {
             return tuned(view.matmul, schedule, model, depth_of(depth));
           },
           py::arg("schedule"), py::arg("model"), py::arg("depth") = py::none(),
-          "Returns the schedule with the depth and the processors left to transfers that `predictions` would choose.");
+          "Returns `schedule` with the depth and the processors left to transfers that `predictions` chooses.");
 }
 
+// Defines the methods that return timelines, programs, shapes and texts.
 void define_programs(MatmulClass& matmul) {
   matmul
       .def(
@@ -219,20 +252,21 @@ void define_programs(MatmulClass& matmul) {
             return timeline_of(view.matmul, schedule, model);
           },
           py::arg("schedule"), py::arg("model"),
-          "Returns the predicted timeline of the first rank: ``spans`` with lane, instruction, chunk, start and end in "
-          "picoseconds; ``total_ps``, ``communication_ps`` and ``gemm_ps``.")
+          "Returns the predicted timeline of the first rank, in picoseconds: ``spans``, each (lane, instruction, "
+          "chunk, start, end); ``total_ps``; ``communication_ps`` and ``gemm_ps``, the sums of the times of transfers "
+          "and of products.")
       .def(
           "program",
           [](const MatmulView& view, const Schedule& schedule, int64_t rank) {
             return compile(view.matmul, schedule, Rank{rank}).to_string();
           },
-          py::arg("schedule"), py::arg("rank"))
+          py::arg("schedule"), py::arg("rank"), "Returns the instructions of one rank, as text.")
       .def(
           "peak_bytes",
           [](const MatmulView& view, const Schedule& schedule, int64_t rank) {
             return compile(view.matmul, schedule, Rank{rank}).peak_bytes();
           },
-          py::arg("schedule"), py::arg("rank"))
+          py::arg("schedule"), py::arg("rank"), "Returns the most memory that one rank allocates at once, in bytes.")
       .def(
           "shapes",
           [](const MatmulView& view, int64_t rank) {
@@ -246,7 +280,7 @@ void define_programs(MatmulClass& matmul) {
           py::arg("rank"), "Returns the shapes of a rank's inputs, and the shapes and dtypes of its outputs.")
       .def(
           "to_text", [](const MatmulView& view, const Schedule& schedule) { return to_text(view.matmul, schedule); },
-          py::arg("schedule"));
+          py::arg("schedule"), "Returns the matmul and the schedule as text, which operators take.");
 }
 
 }  // namespace
@@ -300,10 +334,10 @@ Raises:
           py::arg("name"),
           "Returns a built-in model, ``\"h100\"``, ``\"a100\"`` or ``\"cpu\"``: orders of magnitude, not measurements. "
           "Raises ValueError on other names.")
-      .def_static("names", &GemmModel::names)
+      .def_static("names", &GemmModel::names, "Returns the names of the built-in models.")
       .def("with_copy_engines", &GemmModel::with_copy_engines,
-           "Returns the model for transfers that copy engines carry out, as between peers' arenas. They need no "
-           "processors, and slow products by at most 3%.")
+           "Returns this model for transfers by copy engines, as between peers' arenas. They need no processors, and "
+           "slow down products by at most 3%.")
       .def(
           "__eq__", [](const GemmModel& a, const GemmModel& b) { return a == b; }, py::is_operator())
       .def("__hash__", [](const GemmModel& model) { return py::hash(py::str(model.name)); })

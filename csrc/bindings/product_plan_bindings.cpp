@@ -1,4 +1,4 @@
-// _planner: plans of whole products.
+// _planner: plans of full products, forward and backward.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -25,13 +25,16 @@ using ProductPlanPtr = std::shared_ptr<const ProductPlan>;
 // A number of chunks, or for a ring the distances of each chunk.
 using Chunks = std::variant<int64_t, std::vector<std::vector<int64_t>>>;
 
+// None, one integer or a list.
 using OneOrMany = std::optional<std::variant<int64_t, std::vector<int64_t>>>;
 
+// Returns an integer, or nothing for None.
 std::optional<int64_t> optional_integer(const py::object& value, const char* argument) {
   if (value.is_none()) return std::nullopt;
   return integer(value, argument);
 }
 
+// Returns the request for a schedule, from the arguments method, chunks and depth.
 ScheduleRequest request_of(const py::object& method, const std::optional<Chunks>& chunks, const py::object& depth) {
   ScheduleRequest request;
   if (!method.is_none()) request.method = parse_method(text(method, "method"));
@@ -45,96 +48,19 @@ ScheduleRequest request_of(const py::object& method, const std::optional<Chunks>
   return request;
 }
 
-struct NodeView {
-  Node node;
-};
-
-struct DataflowView {
-  Dataflow flow;
-};
-
-template <typename Node>
-const Node* operation_as(const NodeView& view) {
-  return std::get_if<Node>(&view.node.operation);
-}
-
-void define_node(py::module_& m) {
-  py::class_<NodeView>(m, "ProductNode", "One operation on the tensors of a product (csrc/products/dataflow.h).")
-      .def_property_readonly(
-          "kind", [](const NodeView& view) { return kind_name(view.node.operation); },
-          "``\"move\"``, ``\"matmul\"``, ``\"bias\"``, ``\"sum\"`` or ``\"add\"``.")
-      .def_property_readonly("inputs", [](const NodeView& view) { return view.node.inputs; })
-      .def_property_readonly("outputs", [](const NodeView& view) { return view.node.outputs; })
-      .def_property_readonly(
-          "released", [](const NodeView& view) { return view.node.released; }, "Values that no later node reads.")
-      .def_property_readonly(
-          "plan",
-          [](const NodeView& view) -> std::optional<PlanView> {
-            const auto* move = operation_as<MoveNode>(view);
-            if (move == nullptr) return std::nullopt;
-            return view_of(move->plan);
-          },
-          "The plan of a move.")
-      .def_property_readonly("matmul",
-                             [](const NodeView& view) -> std::optional<MatmulView> {
-                               const auto* matmul = operation_as<MatmulNode>(view);
-                               if (matmul == nullptr) return std::nullopt;
-                               return MatmulView{matmul->matmul};
-                             })
-      .def_property_readonly("schedule",
-                             [](const NodeView& view) -> std::optional<Schedule> {
-                               const auto* matmul = operation_as<MatmulNode>(view);
-                               if (matmul == nullptr) return std::nullopt;
-                               return matmul->schedule;
-                             })
-      .def(
-          "adds_bias",
-          [](const NodeView& view, const ProductPlan& plan, int64_t rank) {
-            const auto* bias = operation_as<BiasNode>(view);
-            const Layout& operand = plan.problem().operand;
-            return bias != nullptr && adds_bias(*bias, operand.mesh(), position_on(operand.mesh(), Rank{rank}));
-          },
-          py::arg("plan"), py::arg("rank"),
-          "True if this rank adds the bias. If sums stay pending, only one rank along their mesh dims adds it.");
-}
-
-void define_dataflow(py::module_& m) {
-  define_node(m);
-  py::class_<DataflowView>(
-      m, "ProductDataflow",
-      "Nodes in execution order. Values are numbered, inputs first; an output of -1 was not requested.")
-      .def_property_readonly("names",
-                             [](const DataflowView& view) {
-                               std::vector<std::string> names;
-                               for (const Value& value : view.flow.values) names.push_back(value.name);
-                               return names;
-                             })
-      .def_property_readonly("layouts",
-                             [](const DataflowView& view) {
-                               std::vector<Layout> layouts;
-                               for (const Value& value : view.flow.values) layouts.push_back(value.layout);
-                               return layouts;
-                             })
-      .def_property_readonly("num_inputs", [](const DataflowView& view) { return view.flow.num_inputs; })
-      .def_property_readonly("outputs", [](const DataflowView& view) { return view.flow.outputs; })
-      .def_property_readonly("nodes", [](const DataflowView& view) {
-        std::vector<NodeView> nodes;
-        for (const Node& node : view.flow.nodes) nodes.push_back({node});
-        return nodes;
-      });
-}
-
+// Makes the plan of a product without the GIL.
 ProductPlanPtr make_product_plan(ProductProblem problem) {
   const py::gil_scoped_release release;
   return std::make_shared<const ProductPlan>(std::move(problem), plan_cache());
 }
 
+// Returns the layouts of gradients. Throws UserError for products with scales, which have none.
 const GradientLayouts& gradients_of(const ProductPlanPtr& plan) {
   check_user(plan->layouts().gradients.has_value(), "product must be one without scales to have gradients, got scales");
   return *plan->layouts().gradients;
 }
 
-// True if all ranks hold parts of one size of operand, moved operand, weights, results and biases.
+// True if, for operand, moved operand, weights, results and biases, all ranks hold parts of one size.
 bool has_equal_parts(const ProductPlan& plan) {
   const ProductProblem& problem = plan.problem();
   bool all = problem.operand.has_equal_parts() && plan.layouts().operand.has_equal_parts();
@@ -166,7 +92,7 @@ std::set<DType::Id> moved_dtypes(const ProductProblem& problem) {
   return dtypes;
 }
 
-// Returns a model for each dtype that may be moved: the given one, or else the tables' model.
+// Returns a model for each dtype that may be moved, by name: the given model, or else the tables' model.
 std::map<std::string, GemmModel> models_of(const ProductProblem& problem, const PlanningTables& tables,
                                            const std::string& device_type, const py::object& gemm_model) {
   std::optional<GemmModel> model;
@@ -178,9 +104,10 @@ std::map<std::string, GemmModel> models_of(const ProductProblem& problem, const 
   return models;
 }
 
-// A tensor, of which only the metadata is read, and its layout if it is a DTensor.
+// A tensor, whose metadata are read, and its layout if it is a DTensor.
 using TensorAndLayout = std::pair<py::object, std::optional<Layout>>;
 
+// Returns the metadata of a tensor for plan_product. Throws UserError if it is no tensor.
 GivenTensor given_tensor(const TensorAndLayout& tensor_and_layout, std::string name) {
   const auto& [tensor, layout] = tensor_and_layout;
   const bool is_tensor = py::hasattr(tensor, "shape") && py::hasattr(tensor, "stride") && py::hasattr(tensor, "device");
@@ -202,8 +129,8 @@ std::vector<std::optional<GivenTensor>> given_tensors(std::span<const std::optio
                                                       ProductFunction function) {
   std::vector<std::optional<GivenTensor>> tensors(inputs.size());
   for (size_t j = 0; j < inputs.size(); ++j) {
-    const bool is_one = function != ProductFunction::kGather;
-    if (inputs[j]) tensors[j] = given_tensor(*inputs[j], is_one ? single_name : concat(list_name, "[", j, "]"));
+    const bool is_single = function != ProductFunction::kGather;
+    if (inputs[j]) tensors[j] = given_tensor(*inputs[j], is_single ? single_name : concat(list_name, "[", j, "]"));
   }
   return tensors;
 }
@@ -239,6 +166,7 @@ void read_size(const py::object& size, ProductArguments& arguments) {
   }
 }
 
+// Returns true for the argument save="gathered".
 bool keeps_gathered(const std::string& save) {
   check_argument(save == "shard" || save == "gathered", "save", "one of shard, gathered", "'", save, "'");
   return save == "gathered";
@@ -246,6 +174,7 @@ bool keeps_gathered(const std::string& save) {
 
 using ProductPlanClass = py::class_<ProductPlan, std::shared_ptr<ProductPlan>>;
 
+// Defines the constructor of ProductPlan, from layouts.
 void define_making(ProductPlanClass& plan) {
   plan.def(py::init([](const std::vector<std::string>& axes, const Layout& operand, const std::vector<Layout>& weights,
                        const std::vector<std::optional<Layout>>& biases, const std::vector<Layout>& results,
@@ -353,9 +282,10 @@ void define_making_from_text(py::module_& m) {
       },
       py::arg("mesh"), py::arg("axes"), py::arg("sizes"), py::arg("dtype"), py::arg("operand"), py::arg("weights"),
       py::arg("biases"), py::arg("results"),
-      "Returns the layouts that `ProductPlan` takes, from axes as in einsum, their sizes, and placements as "
-      "text.\n\nEmpty `biases` mean no biases. Empty `results` are placed so that they need no move. Raises ValueError "
-      "if an axis has no size, or if placements do not fit a tensor.");
+      "Returns the layouts that `ProductPlan` takes: (operand, weights, biases, results).\n\n`axes` are as in einsum, "
+      "`sizes` are those of the axes, and the other arguments are placements as text, one text per tensor. Empty "
+      "`biases` mean no biases. Empty `results` are placed so that they need no move. Raises ValueError if an axis has "
+      "no size, or if placements do not fit a tensor.");
 }
 
 // Returns the request for a backward. `given` has the layout of each result's gradient (None for the usual one) and
@@ -379,19 +309,30 @@ GradientRequest request_of(const ProductPlan& plan, const std::vector<std::optio
   return request;
 }
 
+// Defines the layouts and settings of a ProductPlan.
 void define_layouts(ProductPlanClass& plan) {
-  plan.def_property_readonly("axes", [](const ProductPlan& plan) { return plan.problem().axes; })
-      .def_property_readonly("operand", [](const ProductPlan& plan) { return plan.problem().operand; })
-      .def_property_readonly("weights", [](const ProductPlan& plan) { return plan.problem().weights; })
-      .def_property_readonly("biases", [](const ProductPlan& plan) { return plan.problem().biases; })
-      .def_property_readonly("results", [](const ProductPlan& plan) { return plan.problem().results; })
-      .def_property_readonly("scaled_by",
-                             [](const ProductPlan& plan) { return scaled_by_name(plan.problem().scaled_by); })
-      .def_property_readonly("cuts", &ProductPlan::cuts)
+  plan.def_property_readonly(
+          "axes", [](const ProductPlan& plan) { return plan.problem().axes; },
+          "The axes of each product, as in einsum.")
+      .def_property_readonly(
+          "operand", [](const ProductPlan& plan) { return plan.problem().operand; }, "The layout of the operand.")
+      .def_property_readonly(
+          "weights", [](const ProductPlan& plan) { return plan.problem().weights; }, "The layouts of the weights.")
+      .def_property_readonly(
+          "biases", [](const ProductPlan& plan) { return plan.problem().biases; },
+          "The layouts of the biases; None for weights without one.")
+      .def_property_readonly(
+          "results", [](const ProductPlan& plan) { return plan.problem().results; }, "The layouts of the results.")
+      .def_property_readonly(
+          "scaled_by", [](const ProductPlan& plan) { return scaled_by_name(plan.problem().scaled_by); },
+          "The scaling of 8-bit operands: ``\"tensor\"``, ``\"row\"`` or ``\"\"`` (not).")
+      .def_property_readonly("cuts", &ProductPlan::cuts,
+                             "The axis that is sharded along each mesh dim during the product, or ``\"-\"``.")
       .def_property_readonly(
           "lead", [](const ProductPlan& plan) { return lead_name(plan.lead()); },
           "The tensor whose move overlaps with the product: ``\"operand\"``, ``\"weight\"`` or ``\"result\"``.")
-      .def_property_readonly("keeps_gathered", &ProductPlan::keeps_gathered)
+      .def_property_readonly("keeps_gathered", &ProductPlan::keeps_gathered,
+                             "True if the forward also returns the moved operand, for the backward.")
       .def_property_readonly("has_equal_parts", &has_equal_parts,
                              "True if, for every tensor, all ranks hold parts of one size.")
       .def_property_readonly("chooses_schedules", &chooses_schedules,
@@ -401,17 +342,19 @@ void define_layouts(ProductPlanClass& plan) {
           "The operand's layout during the product.")
       .def_property_readonly(
           "operand_gradient", [](const ProductPlanPtr& plan) { return gradients_of(plan).operand_out; },
-          "The layout of the operand's gradient as the backward returns it.")
+          "The layout in which the backward returns the operand's gradient. Raises ValueError for products with "
+          "scales.")
       .def_property_readonly(
           "result_gradients", [](const ProductPlan& plan) { return plan.all_gradients().given; },
-          "The layouts of gradients that are placed like the results.");
+          "The layouts of the results' gradients if they are placed like the results.");
 }
 
+// Defines the forward and the backward of a ProductPlan.
 void define_directions(ProductPlanClass& plan) {
   plan.def_property_readonly(
           "forward", [](const ProductPlan& plan) { return DataflowView{plan.forward()}; },
-          "Inputs: operand, weights, biases of the weights that have one, scales. Outputs: results, then the moved "
-          "operand if it is kept.")
+          "The operations of the forward. Inputs: operand, weights, biases of the weights that have one, scales. "
+          "Outputs: results, then the moved operand if it is kept.")
       .def(
           "backward",
           [](const ProductPlan& plan, const std::vector<std::optional<Layout>>& given, const std::vector<bool>& needs) {
@@ -420,8 +363,10 @@ void define_directions(ProductPlanClass& plan) {
             return DataflowView{plan.backward(request, plan_cache())};
           },
           py::arg("given"), py::arg("needs"),
-          R"(Inputs: operand (the moved one if it is kept), weights, gradients of the results, then the addend to the
-operand's gradient if there is one. Outputs: gradients of operand, weights and biases.
+          R"(Returns the operations of a backward.
+
+Inputs: operand (the moved one if it is kept), weights, gradients of the results, then the addend to the operand's
+gradient if there is one. Outputs: gradients of operand, weights and biases.
 
 Args:
     given: the layouts of the results' gradients, None for the usual ones (`result_gradients`). One more item is
@@ -442,14 +387,14 @@ Args:
         predicted to be fastest.
     scaled_by: how operands of 8-bit floats are scaled: ``"tensor"`` or ``"row"``.
     scales: if by row, the layouts of scales of operand and weights that are not placed like their operand's rows.
-    keeps_gathered: whether the forward also returns the gathered operand, for the backward.
+    keeps_gathered: True if the forward also returns the moved operand, for the backward.
     method, chunks, depth: as in `shardwright.linear`.
     backend, topology, tables: as in `shardwright.plan`.
     gemm_models: the models that predict products, by the dtype of the moved tensor.
 
 Raises:
     ValueError: the arguments contradict each other, or the schedule is not possible.)");
-  define_dataflow(m);
+  define_product_dataflow(m);
   define_making(plan);
   define_making_from_tensors(m);
   define_making_from_text(m);
@@ -460,22 +405,25 @@ Raises:
             return std::const_pointer_cast<ProductPlan>(
                 make_product_plan(product_problem_from_bytes(bytes_from_text(text, "product"))));
           },
-          py::arg("text"), "Makes the plan from the result of `to_text`. Raises ValueError on other text.")
+          py::arg("text"), "Returns the plan from the result of `to_text`. Raises ValueError for other texts.")
       .def(
           "to_text", [](const ProductPlan& plan) { return to_text(plan.problem()); },
-          "Returns all that the plan depends on, as operators take it. The text is the same in every process.")
-      .def("to_json", [](const ProductPlan& plan) { return plan.to_json(plan_cache()); })
+          "Returns the arguments of the plan as text, which operators take. Equal plans give equal texts in every "
+          "process.")
+      .def(
+          "to_json", [](const ProductPlan& plan) { return plan.to_json(plan_cache()); },
+          "Returns the layouts, moves and costs as JSON.")
       .def("__str__", [](const ProductPlan& plan) { return plan.to_string(plan_cache()); })
       .def(
           "gemm_model",
           [](const ProductPlan& plan, const std::string& dtype) {
             return plan.problem().context.gemm_model(DType::parse(dtype));
           },
-          py::arg("dtype"))
+          py::arg("dtype"), "Returns the model for products whose moved tensor has this dtype.")
       .def(
           "predicted_ps",
           [](const ProductPlan& plan) { return predicted_picoseconds(plan.forward(), plan.problem().context); },
-          "Returns the predicted time of the forward.");
+          "Returns the predicted time of the forward, in picoseconds.");
   define_directions(plan);
 }
 

@@ -1,4 +1,4 @@
-// The parts of _runtime, each defined in a file of its own.
+// The functions that define the parts of _runtime.
 #pragma once
 
 #include <pybind11/pybind11.h>

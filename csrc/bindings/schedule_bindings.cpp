@@ -1,4 +1,4 @@
-// _planner: schedules of training steps.
+// _planner: schedules of training steps. The tuples below are the arguments and results in Python.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -20,21 +20,23 @@ namespace py = pybind11;
 namespace shardwright {
 namespace {
 
-// Name; bytes sharded, gathered, kept, and of the gradient; picoseconds of a gather, of a reduction, and of copies from
-// and to the host.
+// A weight. Name; bytes sharded, gathered, kept, and of the gradient; picoseconds of a gather, of a reduction, and of
+// copies from and to the host.
 using WeightParts = std::tuple<std::string, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t>;
-// Products, each with picoseconds of all chunks, of one chunk, and its use; picoseconds of the rest; gradient bytes.
+// The reduction of a gradient in chunks. Products, each with picoseconds of all chunks, of one chunk, and its use;
+// picoseconds to reduce the part that is not in chunks; bytes of the gradient.
 using ReductionParts = std::tuple<std::vector<std::tuple<int64_t, int64_t, int>>, int64_t, int64_t>;
-// Weight; bytes and picoseconds of the part not in chunks; bytes of chunks, their picoseconds and number; whether
-// backwards are allowed; the reduction of the gradient.
+// Index of the weight; bytes and picoseconds of the part that is not in chunks; bytes of chunks, their picoseconds and
+// number; true if backwards may use chunks; the reduction of the gradient.
 using ChunkedWeightParts = std::tuple<int, int64_t, int64_t, int64_t, int64_t, int64_t, bool, ReductionParts>;
-// Weights, pass, weights whose gradients are complete, picoseconds of the compute.
+// A use. Weights, pass, weights whose gradients are complete afterwards, picoseconds of the compute.
 using UseParts = std::tuple<std::vector<int>, std::string, std::vector<int>, int64_t>;
 
 // Name; bytes kept and gathered; picoseconds of a gather; uses that save it, need it first and need it last; the
 // activation in whose turn (schedule/schedule.h) it is needed last.
 using ActivationParts = std::tuple<std::string, int64_t, int64_t, int64_t, int, int, int, int>;
 
+// Returns activations from their tuples.
 std::vector<Activation> activations_of(const std::vector<ActivationParts>& parts) {
   std::vector<Activation> activations;
   for (const auto& [name, kept_bytes, bytes, gather_ps, saved, first, last, until] : parts) {
@@ -43,14 +45,16 @@ std::vector<Activation> activations_of(const std::vector<ActivationParts>& parts
   return activations;
 }
 
+// Returns weights from their tuples.
 std::vector<Weight> weights_of(const std::vector<WeightParts>& parts) {
   std::vector<Weight> weights;
-  for (const auto& [name, rest, use, keep, gradient, gather_ps, reduce_ps, fetch_ps, send_ps] : parts) {
-    weights.push_back({name, rest, use, keep, gradient, gather_ps, reduce_ps, -1, 0, 0, {}, fetch_ps, send_ps});
+  for (const auto& [name, sharded, gathered, kept, gradient, gather_ps, reduce_ps, fetch_ps, send_ps] : parts) {
+    weights.push_back({name, sharded, gathered, kept, gradient, gather_ps, reduce_ps, -1, 0, 0, {}, fetch_ps, send_ps});
   }
   return weights;
 }
 
+// Returns uses from their tuples.
 std::vector<Use> uses_of(const std::vector<UseParts>& parts) {
   std::vector<Use> uses;
   for (const auto& [weights, pass, gradients, compute_ps] : parts) {
@@ -59,6 +63,7 @@ std::vector<Use> uses_of(const std::vector<UseParts>& parts) {
   return uses;
 }
 
+// Makes the schedule of a step. Without `prefetch`, the fastest one is chosen.
 StepSchedule schedule_of(const std::vector<WeightParts>& weights, const std::vector<UseParts>& uses,
                          std::optional<int64_t> budget_bytes, std::optional<int64_t> prefetch, int64_t alignment_bytes,
                          int64_t held_bytes, const std::vector<int>& gather_until,
@@ -77,14 +82,17 @@ StepSchedule schedule_of(const std::vector<WeightParts>& weights, const std::vec
   return schedule_with_chunks(weights_of(weights), uses_of(uses), all, {options, !prefetch, may_add_chunks});
 }
 
+// Begin and end in picoseconds.
 using Span = std::pair<int64_t, int64_t>;
 
+// Returns spans as pairs.
 std::vector<Span> spans_of(const std::vector<LaneSpan>& spans) {
   std::vector<Span> all;
   for (const LaneSpan& span : spans) all.emplace_back(span.begin_ps, span.end_ps);
   return all;
 }
 
+// Returns the predicted lanes, or nothing if the schedule has no times.
 std::optional<py::typing::Dict<py::str, py::object>> lanes_of(const StepSchedule& schedule) {
   if (!has_times(schedule)) return std::nullopt;
   const StepLanes lanes = predict(schedule);
@@ -107,6 +115,7 @@ std::optional<py::typing::Dict<py::str, py::object>> lanes_of(const StepSchedule
   return fields;
 }
 
+// Defines the uses, the predicted lanes and their settings.
 void define_lists(py::class_<StepSchedule>& schedule) {
   schedule
       .def_property_readonly(
@@ -116,8 +125,11 @@ void define_lists(py::class_<StepSchedule>& schedule) {
             for (const Weight& w : s.weights) all.push_back(w.original);
             return all;
           },
-          "By weight: for a chunked weight, the weight that it stands for; otherwise -1. Chunked weights come last.")
-      .def_property_readonly("prefetch", [](const StepSchedule& s) { return s.options.prefetch; })
+          "For each weight: -1, or for a chunked weight the index of the weight that it stands for. Chunked weights "
+          "are last.")
+      .def_property_readonly(
+          "prefetch", [](const StepSchedule& s) { return s.options.prefetch; },
+          "Number of weight changes by which gathers are ahead.")
       .def_property_readonly(
           "lanes", &lanes_of,
           "Predicted (begin, end) in picoseconds of \"uses\", \"gathers\", \"reductions\" and \"activations\", of "
@@ -133,9 +145,11 @@ void define_lists(py::class_<StepSchedule>& schedule) {
             }
             return all;
           },
-          "Weights, pass, weights whose gradients are complete afterwards, and picoseconds of the compute, or 0.");
+          "For each use: weights, pass, weights whose gradients are complete afterwards, and picoseconds of the "
+          "compute, or 0.");
 }
 
+// Defines the buffers in the arena, the gathers and the reductions.
 void define_arena(py::class_<StepSchedule>& schedule) {
   schedule
       .def_property_readonly(
@@ -147,7 +161,7 @@ void define_arena(py::class_<StepSchedule>& schedule) {
             }
             return all;
           },
-          "Weight, whether it is a kept copy, first and last use, size and offset in bytes.")
+          "For each buffer in the arena: weight, True for a kept copy, first and last use, size and offset in bytes.")
       .def_property_readonly(
           "gathers",
           [](const StepSchedule& s) {
@@ -157,7 +171,8 @@ void define_arena(py::class_<StepSchedule>& schedule) {
             }
             return all;
           },
-          "Weight, buffer, the use before which it starts, the use that needs it, and whether it reads the kept copy.")
+          "For each gather: weight, buffer, the use before which it starts, the use that needs it, and True if it "
+          "reads the kept copy.")
       .def_property_readonly(
           "chunk_gathers",
           [](const StepSchedule& s) {
@@ -167,7 +182,8 @@ void define_arena(py::class_<StepSchedule>& schedule) {
             }
             return all;
           },
-          "Weight, and a use within which all its chunks are gathered. The part not in chunks is one of `gathers`.")
+          "Pairs of a weight and a use, during which all chunks of the weight are gathered. The part that is not in "
+          "chunks is one of `gathers`.")
       .def_property_readonly(
           "reductions",
           [](const StepSchedule& s) {
@@ -177,19 +193,23 @@ void define_arena(py::class_<StepSchedule>& schedule) {
             }
             return all;
           },
-          "Weight, the first use in which its gradient exists, the use after which the reduction starts, the use after "
-          "which it is done, and whether it is in chunks (all but the part not in chunks, within these uses).");
+          "For each reduction: weight, the first use in which the gradient exists, the use after which the reduction "
+          "starts, the use after which it is done, and True if it is in chunks, which are reduced during these uses.");
 }
 
+// Defines sizes, activations and conversions to text.
 void define_values(py::class_<StepSchedule>& schedule) {
   schedule
       .def(
           "to_svg", [](const StepSchedule& s) { return to_svg(s); },
           "Returns the step as a standalone SVG picture: compute, transfers, and the buffers in the arena.")
-      .def_readonly("arena_bytes", &StepSchedule::arena_bytes)
-      .def_readonly("live_buffer_bytes", &StepSchedule::live_buffer_bytes)
-      .def_readonly("peak_gradient_bytes", &StepSchedule::peak_gradient_bytes)
-      .def_readonly("peak_activation_bytes", &StepSchedule::peak_activation_bytes)
+      .def_readonly("arena_bytes", &StepSchedule::arena_bytes, "Size of the arena.")
+      .def_readonly("live_buffer_bytes", &StepSchedule::live_buffer_bytes,
+                    "Maximum of the bytes of buffers that exist at once, a lower bound on `arena_bytes`.")
+      .def_readonly("peak_gradient_bytes", &StepSchedule::peak_gradient_bytes,
+                    "Maximum of the bytes of gradients that exist at once.")
+      .def_readonly("peak_activation_bytes", &StepSchedule::peak_activation_bytes,
+                    "Maximum of the bytes of activations that exist at once.")
       .def_property_readonly("activations",
                              [](const StepSchedule& s) {
                                std::vector<ActivationParts> all;
@@ -269,8 +289,8 @@ Raises:
       py::arg("alignment_bytes") = ScheduleOptions{}.alignment_bytes,
       py::arg("held_bytes") = ScheduleOptions{}.held_bytes, py::arg("gather_until") = ScheduleOptions{}.gather_until,
       py::arg("activations") = std::vector<ActivationParts>{},
-      "Returns the least budget with which gathers are as far ahead as required and reductions run alongside the next "
-      "backward.");
+      "Returns the least budget, in bytes, with which gathers are as far ahead as required and each reduction runs "
+      "during the next backward.");
 }
 
 }  // namespace shardwright

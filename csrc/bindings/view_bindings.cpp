@@ -22,24 +22,28 @@ namespace {
 
 using LayoutPtr = std::shared_ptr<Layout>;
 
+// The shape and the number of flattened dims of a view.
 struct Sizes {
   std::vector<int64_t> shape;
   int flattened;
 };
 
+// Returns the sizes of a view. Infers a size of -1.
 Sizes sizes_of(const Layout& layout, const Typed<std::vector<int64_t>>& shape, const Typed<int64_t>& flattened) {
-  constexpr int64_t kMost = 1 << 16;
+  constexpr int64_t kMaxFlattened = 1 << 16;
   const int64_t count = integer(flattened, "flattened");
-  check_argument(count >= 1 && count <= kMost, "flattened", "in [1, number of dims in shape]", count);
+  check_argument(count >= 1 && count <= kMaxFlattened, "flattened", "in [1, number of dims in shape]", count);
   return {inferred_shape(layout, integers(shape, "shape")), static_cast<int>(count)};
 }
 
+// Returns the options for the move before a view.
 PlanOptions options_between(const Layout& layout, const std::string& backend, const PlanningTables& tables) {
   PlanOptions options{Lowering::named(backend)};
   options.topology = topology_between(layout, layout, options.lowering, std::nullopt, tables);
   return options;
 }
 
+// Defines the methods of Layout that return layouts of views.
 void define_views_of_layout(py::module_& m) {
   py::class_<Layout, std::shared_ptr<Layout>>(m.attr("Layout"))
       .def(
@@ -56,24 +60,26 @@ void define_views_of_layout(py::module_& m) {
             return std::make_shared<Layout>(std::get<Layout>(std::move(view)));
           },
           py::arg("shape"), py::arg("flattened") = 1,
-          R"(Returns the layout of this shape in which every rank keeps its elements in their order. Nothing moves.
+          R"(Returns the layout of a reshaped tensor in which every rank keeps its elements in their order.
 
-A mesh dim that cuts what becomes several tensor dims is split. Otherwise the mesh is the same.
+If a mesh dim shards a tensor dim that becomes several dims, the result's mesh has several dims in its place. Otherwise
+the mesh is the same. Nothing moves.
 
 Args:
     shape: as for ``torch.reshape``; one size may be -1.
     flattened: number of leading dims of the result that its placements and local tensors count as one.
 
 Raises:
-    ValueError: no layout has these parts. The message gives the reason and the cheapest redistribute after which
-        the view moves nothing, with its cost over NCCL on the mesh's topology, by default ``"64x8"``.)")
+    ValueError: no layout of this shape has these parts. The message gives the reason, and the cheapest redistribute
+        before the view, with its cost over NCCL on the mesh's topology, by default ``"64x8"``.)")
       .def(
           "permute",
           [](const Layout& layout, const Typed<std::vector<int64_t>>& dims) {
             return std::make_shared<Layout>(permuted(layout, integers(dims, "dims")));
           },
           py::arg("dims"),
-          "Returns the layout whose dim i is dim ``dims[i]`` of this one. Local parts are permuted in the same way.");
+          "Returns the layout of the tensor whose dim i is dim ``dims[i]`` of this one. Local tensors are permuted "
+          "equally.");
 }
 
 }  // namespace
@@ -90,7 +96,8 @@ void define_views(py::module_& m) {
         return std::make_shared<Layout>(std::get<Layout>(std::move(view)));
       },
       py::arg("layout"), py::arg("shape"), py::arg("for_dtensor") = false,
-      "Returns ``layout.view(shape)``, or the reason why there is none that, if `for_dtensor`, DTensor can express.");
+      "Returns ``layout.view(shape)``, or the reason why there is no such layout. With `for_dtensor`, only layouts "
+      "that DTensor can express.");
   m.def(
       "move_before_view",
       [](const Layout& layout, const Typed<std::vector<int64_t>>& shape, bool for_dtensor, const std::string& backend,
@@ -106,10 +113,10 @@ void define_views(py::module_& m) {
                           text_of(layout, sizes, *none, first));
       },
       py::arg("layout"), py::arg("shape"), py::arg("for_dtensor"), py::arg("backend"), py::arg("tables"),
-      "Returns the cheapest plan after which the view moves nothing, the view's layout, and a message with the "
-      "reason.\n\nReturns None if the view moves nothing as it is.");
+      "Returns (cheapest redistribute before a view, the view's layout after it, message with the reason), or None if "
+      "the view moves nothing without it.");
   m.def("is_known_to_dtensor", &is_known_to_dtensor, py::arg("layout"),
-        "True if DTensor's placements can express the layout.");
+        "Returns True if DTensor's placements can express the layout.");
 }
 
 }  // namespace shardwright

@@ -1,4 +1,4 @@
-// Types and functions that several parts of _planner share.
+// Types and functions for several parts of _planner.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -9,12 +9,13 @@
 #include <vector>
 
 #include "planning/certified_plan.h"
+#include "products/dataflow.h"
 #include "products/matmul.h"
 #include "support/error.h"
 
 namespace shardwright {
 
-// The class of plans in Python. The plan is shared with the cache.
+// The class Plan in Python. It shares the plan with the cache.
 struct PlanView {
   CertifiedPlanPtr certified;
 
@@ -22,11 +23,17 @@ struct PlanView {
   const Certificate& certificate() const { return certified->certificate(); }
 };
 
+// Returns a plan for Python.
 inline PlanView view_of(Plan plan) { return {std::make_shared<const CertifiedPlan>(std::move(plan))}; }
 
-// The class of matmuls in Python. It exists because pybind11 would convert the variant to its alternative.
+// The class Matmul in Python. It exists because pybind11 would convert the variant to its alternative.
 struct MatmulView {
   Matmul matmul;
+};
+
+// The class ProductDataflow in Python.
+struct DataflowView {
+  Dataflow flow;
 };
 
 // Returns the position of a rank. Throws UserError if the rank is not on the mesh.
@@ -36,10 +43,11 @@ inline Position position_on(const Mesh& mesh, Rank rank) {
   return *position;
 }
 
-// Throws UserError that names a mesh dim if the mesh does not have it.
+// Returns the set of mesh dims with these indices. Throws UserError that names an index that the mesh does not have.
 MeshDimSet mesh_dim_set(const std::vector<int64_t>& mesh_dims, const Mesh& mesh);
 
-// Each has a file of its own. The order of calls registers a type before a signature names it.
+// The functions that define the parts of _planner. They are called in an order in which a type is registered before a
+// signature uses it.
 void define_gemm_model(pybind11::module_& m);  // product_bindings.cpp
 void define_topology(pybind11::module_& m);
 void define_mesh(pybind11::module_& m);
@@ -49,9 +57,10 @@ void define_context(pybind11::module_& m);
 void define_planning(pybind11::module_& m);
 void define_views(pybind11::module_& m);  // view_bindings.cpp
 void define_batch(pybind11::module_& m);
-void define_matmul(pybind11::module_& m);        // product_bindings.cpp
-void define_product_plan(pybind11::module_& m);  // product_plan_bindings.cpp
-void define_attention(pybind11::module_& m);     // attention_bindings.cpp
+void define_matmul(pybind11::module_& m);            // product_bindings.cpp
+void define_product_plan(pybind11::module_& m);      // product_plan_bindings.cpp
+void define_product_dataflow(pybind11::module_& m);  // called by define_product_plan
+void define_attention(pybind11::module_& m);         // attention_bindings.cpp
 void define_step_schedule(pybind11::module_& m);
 void define_calibration(pybind11::module_& m);
 void define_batch_forecast(pybind11::module_& m);  // batch_forecast_bindings.cpp

@@ -46,10 +46,12 @@ class GemmModel:
         ValueError on other names."""
 
     @staticmethod
-    def names() -> list[str]: ...
+    def names() -> list[str]:
+        """Returns the names of the built-in models."""
+
     def with_copy_engines(self) -> GemmModel:
-        """Returns the model for transfers that copy engines carry out, as between peers' arenas. They need no
-        processors, and slow products by at most 3%."""
+        """Returns this model for transfers by copy engines, as between peers' arenas. They need no processors, and slow
+        down products by at most 3%."""
 
     def __eq__(self, other: object) -> bool: ...
     def __hash__(self) -> int: ...
@@ -74,12 +76,15 @@ class GemmModel:
     @property
     def transfer_processors(self) -> int: ...
     def picoseconds(self, m: int, n: int, k: int, count: int = 1, item_bytes: int = 2) -> int:
-        """Returns the time of `count` products of m x k by k x n."""
+        """Returns the predicted time, in picoseconds, of `count` products of m x k by k x n, with operands of
+        `item_bytes` bytes per element. Raises ValueError for negative sizes."""
 
 class Link:
     """The latency and bandwidth of messages to other ranks."""
 
-    def __init__(self, message_ps: int, ps_per_kib: int) -> None: ...
+    def __init__(self, message_ps: int, ps_per_kib: int) -> None:
+        """Takes the picoseconds of a message and of a KiB."""
+
     @property
     def message_ps(self) -> int:
         """Picoseconds for each message received."""
@@ -93,8 +98,8 @@ class Link:
 class Topology:
     """The latencies and bandwidths between ranks, in integer picoseconds, so that every rank computes the same plan.
 
-    Ranks are on nodes of `ranks_per_node` consecutive ranks (0: all on one node). Groups on one node use the link
-    `inside`, others `between`; `mesh_dims` gives single mesh dims, by name, links of their own.
+    A node is `ranks_per_node` consecutive ranks (0: all ranks). Groups within a node use the link `inside`, other
+    groups `between`. `mesh_dims` has the links of mesh dims, by name, that differ from these.
     """
 
     def __init__(
@@ -109,62 +114,83 @@ class Topology:
     ) -> None: ...
     @staticmethod
     def named(name: str) -> Topology:
-        """Returns a built-in topology. Raises ValueError that lists them on other names."""
+        """Returns a built-in topology. Raises ValueError that lists the names for other ones."""
 
     @staticmethod
-    def names() -> list[str]: ...
+    def names() -> list[str]:
+        """Returns the names of the built-in topologies."""
+
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The name, which plans report."""
+
     @property
-    def ranks_per_node(self) -> int: ...
+    def ranks_per_node(self) -> int:
+        """Number of consecutive ranks on a node; 0: all ranks."""
+
     @property
     def step_ps(self) -> int:
-        """Fixed cost of a collective."""
+        """Fixed cost of a collective, in picoseconds."""
 
     @property
     def memory_ps_per_kib(self) -> int:
         """Picoseconds per KiB of local copies."""
 
     @property
-    def inside(self) -> Link: ...
+    def inside(self) -> Link:
+        """The link within a node."""
+
     @property
-    def between(self) -> Link: ...
+    def between(self) -> Link:
+        """The link between nodes."""
+
     @property
-    def mesh_dims(self) -> dict[str, Link]: ...
+    def mesh_dims(self) -> dict[str, Link]:
+        """The links of mesh dims, by name."""
+
     def __eq__(self, other: object) -> bool: ...
     def __hash__(self) -> int: ...
     def to_json(self) -> str:
         """Returns JSON that `load_topology` reads."""
 
 class Lowering:
-    """The abilities of a process group's transport, which decide how a plan is carried out (csrc/cost/lowering.h)."""
+    """The capabilities of a process group's transport, which determine the instructions that carry out a plan
+    (csrc/cost/lowering.h)."""
 
     @staticmethod
     def named(name: str) -> Lowering:
-        """Returns the lowering ``"nccl"`` or ``"gloo"``. Raises ValueError that lists these on other names."""
+        """Returns the lowering ``"nccl"`` or ``"gloo"``. Raises ValueError for other names."""
 
     @staticmethod
     def of_backend(backend: str, device_type: str) -> Lowering:
-        """Returns the lowering for a process group's backend, given its name (csrc/cost/backend.h)."""
+        """Returns the lowering for the backend of a process group, given by its name, on a type of device."""
 
     @staticmethod
     def of_device(device_type: str) -> Lowering:
-        """Returns the lowering for programs of a single rank."""
+        """Returns the lowering for programs of a single rank on a type of device."""
 
     @staticmethod
-    def names() -> list[str]: ...
+    def names() -> list[str]:
+        """Returns the names of all lowerings."""
+
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The name."""
+
     @property
-    def default_topology(self) -> Topology: ...
+    def default_topology(self) -> Topology:
+        """The topology for plans without another one."""
+
     @property
-    def default_products(self) -> GemmModel: ...
+    def default_products(self) -> GemmModel:
+        """The model of products for plans without another one."""
+
     @property
     def is_on_device(self) -> bool:
         """True if transfers read and write device memory; otherwise they use host memory."""
 
     def uses_messages(self, bytes_to_each_peer: int) -> bool:
-        """True if an exchange of this size is sent as messages. Otherwise it is one all-to-all."""
+        """Returns True if an exchange of this size is sent as messages, False if it is one all-to-all."""
 
     def __eq__(self, other: object) -> bool: ...
     def __hash__(self) -> int: ...
@@ -180,27 +206,40 @@ class Mesh:
         topology: Topology | None = None,
     ) -> None: ...
     @property
-    def topology(self) -> Topology | None: ...
+    def topology(self) -> Topology | None:
+        """The topology for plans on this mesh, or None."""
+
     @property
-    def dim_names(self) -> list[str]: ...
+    def dim_names(self) -> list[str]:
+        """The names of the mesh dims."""
+
     @property
-    def shape(self) -> tuple[int, ...]: ...
+    def shape(self) -> tuple[int, ...]:
+        """The sizes of the mesh dims."""
+
     @property
-    def size(self) -> int: ...
+    def size(self) -> int:
+        """Number of ranks."""
+
     @property
-    def ndim(self) -> int: ...
+    def ndim(self) -> int:
+        """Number of mesh dims."""
+
     @property
-    def ranks(self) -> list[int]: ...
+    def ranks(self) -> list[int]:
+        """The ranks in row-major order."""
+
     def coordinate(self, rank: int) -> list[int] | None:
-        """Returns a rank's coordinate; None if the rank is not on the mesh."""
+        """Returns a rank's coordinate along each mesh dim, or None if the rank is not on the mesh."""
 
     def group_ranks(self, rank: int, mesh_dims: Sequence[int]) -> list[int]:
-        """Returns the ranks that differ from `rank` only in `mesh_dims`, itself included, ascending."""
+        """Returns the ranks that differ from `rank` only in `mesh_dims` (indices), and `rank` itself, ascending. Raises
+        ValueError if the rank or a mesh dim is not on the mesh."""
 
     def __eq__(self, other: object) -> bool: ...
     def __hash__(self) -> int: ...
     def has_same_ranks(self, other: Mesh) -> bool:
-        """True if names, sizes and ranks are equal. Topologies may differ."""
+        """Returns True if names, sizes and ranks are equal. Topologies may differ."""
 
 class Layout:
     """A global tensor's shape, dtype, and placements on a mesh.
@@ -220,35 +259,44 @@ class Layout:
         flattened: int = 1,
     ) -> None: ...
     @property
-    def mesh(self) -> Mesh: ...
+    def mesh(self) -> Mesh:
+        """The mesh."""
+
     @property
-    def shape(self) -> tuple[int, ...]: ...
+    def shape(self) -> tuple[int, ...]:
+        """The global shape."""
+
     @property
     def flattened(self) -> int:
         """Number of leading tensor dims that placements and local tensors count as one; 1 if none are flattened."""
 
     @property
     def flattened_shape(self) -> tuple[int, ...]:
-        """The shape with the flattened dims as one. Placements, local shapes and regions refer to it."""
+        """The global shape with the flattened dims as one dim. Placements, local shapes and regions refer to it."""
 
     @property
     def is_partition(self) -> bool:
         """True if along each mesh dim every element is on one coordinate, in ascending order; see `Pieces`."""
 
     @property
-    def dtype(self) -> str: ...
+    def dtype(self) -> str:
+        """The name of the dtype, such as ``"float32"``."""
+
     @property
     def placements(self) -> tuple[str, ...]:
-        """One per mesh dim. Strided shards that encode a shard order appear as plain ones; see `shard_order`."""
+        """The placement of each mesh dim, as text. Strided shards that encode a shard order are shown as plain shards;
+        see `shard_order`."""
 
     @property
     def shard_order(self) -> dict[int, list[int]]:
-        """{tensor dim: mesh dims that cut it, first cut first}; mesh dims of size 1 are left out."""
+        """For each sharded tensor dim, the mesh dims that shard it, in the order of the cuts. Mesh dims of size 1 are
+        left out."""
 
     def __eq__(self, other: object) -> bool: ...
     def __hash__(self) -> int: ...
     def check_blocks_are_whole(self, dim: int, unit: int) -> None:
-        """Raises ValueError if a part of `dim`, an index into `flattened_shape`, begins or ends within a unit."""
+        """Raises ValueError if a rank's part of `dim`, an index into `flattened_shape`, begins or ends within a block
+        of `unit` elements."""
 
     @property
     def has_equal_parts(self) -> bool:
@@ -262,74 +310,87 @@ class Layout:
         """Returns this layout with R instead of pending reductions."""
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """Returns the shape of this rank's part; (0,) if the rank is not on the mesh."""
+        """Returns the shape of a rank's local tensor; (0,) if the rank is not on the mesh."""
 
     def region(self, rank: int) -> list[list[tuple[int, int]]]:
-        """Returns, per tensor dim, the [begin, end) intervals of global indices that the rank holds, in local order."""
+        """Returns, for each tensor dim, the [begin, end) intervals of global indices on the rank, in local order.
+        Raises ValueError if the rank is not on the mesh."""
 
     def view(self, shape: Sequence[int], flattened: int = 1) -> Layout:
-        """Returns the layout of this shape in which every rank keeps its elements in their order. Nothing moves.
+        """Returns the layout of a reshaped tensor in which every rank keeps its elements in their order.
 
-        A mesh dim that cuts what becomes several tensor dims is split. Otherwise the mesh is the same.
+        If a mesh dim shards a tensor dim that becomes several dims, the result's mesh has several dims in its place.
+        Otherwise the mesh is the same. Nothing moves.
 
         Args:
             shape: as for ``torch.reshape``; one size may be -1.
             flattened: number of leading dims of the result that its placements and local tensors count as one.
 
         Raises:
-            ValueError: no layout has these parts. The message gives the reason and the cheapest redistribute after
-                which the view moves nothing, with its cost over NCCL on the mesh's topology, by default ``"64x8"``.
+            ValueError: no layout of this shape has these parts. The message gives the reason, and the cheapest
+                redistribute before the view, with its cost over NCCL on the mesh's topology, by default ``"64x8"``.
         """
 
     def permute(self, dims: Sequence[int]) -> Layout:
-        """Returns the layout whose dim i is dim ``dims[i]`` of this one. Local parts are permuted in the same way."""
+        """Returns the layout of the tensor whose dim i is dim ``dims[i]`` of this one. Local tensors are permuted
+        equally."""
 
 def nearest_cut(src: Layout, ranks: Sequence[int]) -> tuple[int, list[list[tuple[int, int]]]]:
-    """Returns the tensor dim to cut and the intervals of each rank for which the fewest elements move."""
+    """Returns (tensor dim, [begin, end) intervals of each rank): a sharding of one dim over `ranks`, with at most
+    ceil(n / ranks) of its n rows on each, for which the fewest elements leave their rank."""
 
 def has_gradient(layout: Layout) -> bool:
-    """True if all pending reductions can be differentiated."""
+    """Returns True if all pending reductions of a layout can be differentiated."""
 
 def gradient_layout(layout: Layout, argument: str) -> Layout:
-    """Returns the layout of a gradient: R instead of P. Raises ValueError that names `argument` if a pending reduction
-    cannot be differentiated."""
+    """Returns the layout of the gradient of a tensor: R instead of P. Raises ValueError that names `argument` if a
+    pending reduction cannot be differentiated."""
 
 def is_floating(dtype: str) -> bool:
-    """True if it is a floating dtype of 16 bits or more."""
+    """Returns True for floating dtypes of 16 bits or more."""
 
-def is_complex(dtype: str) -> bool: ...
+def is_complex(dtype: str) -> bool:
+    """Returns True for complex dtypes."""
 
 class Step:
     """One move of a plan."""
 
     @property
     def op(self) -> str:
-        """slice, partition, zero_fill, all_gather, all_to_all, permute, exchange, reduce_scatter, all_reduce, cross or
-        rearrange."""
+        """The kind of step: slice, partition, zero_fill, all_gather, all_to_all, permute, exchange, reduce_scatter,
+        all_reduce, cross or rearrange."""
 
     @property
     def mesh_dims(self) -> tuple[int, ...]:
         """Indices of the mesh dims that the step spans."""
 
     @property
-    def before(self) -> Layout: ...
+    def before(self) -> Layout:
+        """The layout before the step."""
+
     @property
-    def after(self) -> Layout: ...
+    def after(self) -> Layout:
+        """The layout after the step."""
+
     @property
     def ordered(self) -> bool:
-        """True if contributions are exchanged and summed in rank order, never by a native collective."""
+        """True if contributions are exchanged and summed in rank order, instead of by a native collective."""
 
     @property
     def rounds(self) -> int:
-        """Number of rounds of the move. More rounds need less staging; each round counts as a step."""
+        """Number of rounds in which the elements are sent. More rounds need less temporary memory; each counts as a
+        step."""
 
     @property
-    def predicted_us(self) -> float: ...
+    def predicted_us(self) -> float:
+        """The predicted time with the plan's topology, in microseconds."""
+
     @property
     def replica_policy(self) -> str:
-        """The way in which ranks with equal data share its sending. ``"aligned"``: each receiver reads from one of
-        these ranks. ``"whole_messages"``: they divide the messages. ``"even_bytes"``: they divide the elements, which
-        splits some messages. ``"node_local"``: they serve their own nodes first and divide the rest."""
+        """The way in which replicas (ranks with equal data) share the sending of it. ``"aligned"``: each receiver gets
+        its data from one replica. ``"whole_messages"``: the replicas divide the messages. ``"even_bytes"``: they divide
+        the elements, which splits some messages. ``"node_local"``: each replica sends to its own node, and they divide
+        the remaining messages."""
 
     @property
     def wire_bytes_max(self) -> int:
@@ -340,7 +401,9 @@ class Step:
         """Bytes received by all ranks."""
 
     @property
-    def send_bytes_max(self) -> int: ...
+    def send_bytes_max(self) -> int:
+        """Bytes sent by the rank that sends most."""
+
     @property
     def messages_max(self) -> int:
         """Messages received by the rank that receives most."""
@@ -353,22 +416,30 @@ class Plan:
     """The moves from one layout to another, and their costs. ``str(plan)`` is one line per move."""
 
     @property
-    def src(self) -> Layout: ...
+    def src(self) -> Layout:
+        """The source layout."""
+
     @property
-    def dst(self) -> Layout: ...
+    def dst(self) -> Layout:
+        """The destination layout."""
+
     @property
-    def backend(self) -> str: ...
+    def backend(self) -> str:
+        """The lowering that the plan is for: ``"nccl"`` or ``"gloo"``."""
+
     @property
-    def objective(self) -> str: ...
+    def objective(self) -> str:
+        """The cost that the plan minimizes: ``"time"`` or ``"bytes"``."""
+
     @property
     def topology(self) -> str:
         """The name of the topology with which the plan was chosen."""
 
     @property
     def certificate(self) -> dict[str, tuple[int, int]]:
-        """{name: (value, lower bound for any plan)}. The names are ``wire_bytes_max`` and ``wire_bytes_sum``
-        (received), ``send_bytes_max``, ``messages_max``, ``steps`` (those that communicate), ``peak_bytes``,
-        ``predicted_ps``."""
+        """For each cost, by name, its value and a lower bound for any plan. The names are ``wire_bytes_max`` and
+        ``wire_bytes_sum`` (received), ``send_bytes_max``, ``messages_max``, ``steps`` (those that communicate),
+        ``peak_bytes`` and ``predicted_ps``."""
 
     @property
     def remarks(self) -> list[str]:
@@ -380,10 +451,12 @@ class Plan:
 
     @property
     def segments(self) -> int:
-        """Number of segments in which the tensor passes through the steps as a pipeline; 1 on one mesh."""
+        """Number of segments of the tensor that pass through the steps as a pipeline; 1 on one mesh."""
 
     @property
-    def steps(self) -> list[Step]: ...
+    def steps(self) -> list[Step]:
+        """The steps in order."""
+
     @property
     def wire_bytes_max(self) -> int:
         """Bytes received from other ranks over all steps, by the rank that receives most."""
@@ -398,14 +471,16 @@ class Plan:
 
     @property
     def maxima_are_exact(self) -> bool:
-        """True if the maxima of bytes and messages, received and sent, hold for every rank.
+        """True if the maxima of bytes and messages, received and sent, are over all ranks.
 
-        Otherwise the mesh has too many kinds of ranks to look at each, and the maxima are those of its outermost ranks.
-        Always True up to 4,096 ranks.
+        If False, the mesh has too many classes of ranks to compute the costs of each, and the maxima are over its
+        outermost ranks. Always True up to 4,096 ranks.
         """
 
     @property
-    def send_bytes_max(self) -> int: ...
+    def send_bytes_max(self) -> int:
+        """Bytes sent over all steps by the rank that sends most."""
+
     @property
     def messages_max(self) -> int:
         """Messages received over all steps by the rank that receives most."""
@@ -439,7 +514,7 @@ class Plan:
         """The predicted time with the plan's topology, in microseconds."""
 
     def wire_bytes(self, rank: int) -> int:
-        """Returns the bytes that one rank receives."""
+        """Returns the bytes that one rank receives in all steps. Raises ValueError if the rank is not on the meshes."""
 
     def rank_peak_bytes(self, rank: int) -> int:
         """Returns the most memory that one rank allocates at once."""
@@ -448,13 +523,15 @@ class Plan:
         """Returns the instructions of one rank, as text."""
 
     def simulate(self) -> int:
-        """Runs all ranks in this process. Returns the bytes moved. Raises RuntimeError if an element is wrong, or if
-        bytes or memory differ from the plan's."""
+        """Runs the programs of all ranks in this process. Returns the bytes that all ranks receive. Raises RuntimeError
+        if an element is wrong, or if bytes or memory differ from the plan's."""
 
-    def to_bytes(self) -> bytes: ...
+    def to_bytes(self) -> bytes:
+        """Returns the plan as bytes, which `from_bytes` reads."""
+
     @staticmethod
     def from_bytes(data: bytes) -> Plan:
-        """Raises ValueError if the bytes are not a plan."""
+        """Returns the plan from the result of `to_bytes`. Raises ValueError for other bytes."""
 
     def to_json(self) -> str:
         """Returns JSON as described in docs/plan.schema.json; `plan_from_json` reads it."""
@@ -463,35 +540,48 @@ class Plan:
         """Returns an SVG picture of the ranks' parts and messages: a row per rank (up to 16 ranks) or per mesh dim."""
 
     def to_html(self) -> str:
-        """Returns an HTML page: times, timeline, costs, links, certificate and picture. It is one file without code."""
+        """Returns an HTML page with times, timeline, costs, links, certificate and picture. The page has no scripts and
+        needs no other files."""
 
 class PlanningTables:
     """The defaults for plans and products. Immutable: the ``with...`` methods return a new object."""
 
     def __init__(self) -> None: ...
-    def with_pin(self, plan: Plan) -> PlanningTables: ...
-    def without_pin(self, plan: Plan) -> PlanningTables:
-        """Raises ValueError if nothing is pinned for the plan's layouts and backend."""
+    def with_pin(self, plan: Plan) -> PlanningTables:
+        """Returns tables in which this plan is pinned for its layouts and backend."""
 
-    def pinned(self, src: Layout, dst: Layout, backend: str) -> Plan | None: ...
+    def without_pin(self, plan: Plan) -> PlanningTables:
+        """Returns tables without the pin for the layouts and backend of this plan. Raises ValueError if there is
+        none."""
+
+    def pinned(self, src: Layout, dst: Layout, backend: str) -> Plan | None:
+        """Returns the pinned plan, or None."""
+
     def with_measured(
         self, backend: str, topology: Topology, gemm_models: Mapping[tuple[str, str], GemmModel]
     ) -> PlanningTables:
-        """`gemm_models`: {(device type, dtype): model}."""
+        """Returns tables with a measured topology for the backend, and with measured models by (device type, dtype)."""
 
-    def without_measured(self) -> PlanningTables: ...
-    def with_environment(self, topology: Topology | None) -> PlanningTables: ...
-    def measured_topology(self, backend: str) -> Topology | None: ...
+    def without_measured(self) -> PlanningTables:
+        """Returns tables without measured topologies and models."""
+
+    def with_environment(self, topology: Topology | None) -> PlanningTables:
+        """Returns tables with the topology of the environment variable, or with None."""
+
+    def measured_topology(self, backend: str) -> Topology | None:
+        """Returns the measured topology, or None."""
+
     def measured_gemm_model(self, device_type: str, dtype: str) -> GemmModel | None:
-        """Returns the model measured for this dtype, or else one measured for another; None if there is none."""
+        """Returns the model that was measured for this dtype, else a model for another dtype of the device type, else
+        None."""
 
     def gemm_model(self, device_type: str, dtype: str) -> GemmModel:
-        """Returns the measured model, or else the device's default one."""
+        """Returns the measured model, else the default model of the device type."""
 
     @property
     def environment(self) -> Topology | None: ...
     def summary(self) -> dict[str, str]:
-        """Returns a short text per table, with a hash of its content, for ranks of a job to compare."""
+        """Returns a text with a hash of the content for each table, by name, for ranks to compare."""
 
     def __eq__(self, other: object) -> bool: ...
     def __hash__(self) -> int: ...
@@ -506,7 +596,13 @@ def make_plan(
     reduce: str = "fast",
     memory_limit: int | None = None,
     tables: PlanningTables = ...,
-) -> Plan: ...
+) -> Plan:
+    """Returns the cheapest plan from one layout to another, from the cache of plans if possible.
+
+    The arguments are those of `shardwright.plan`; `tables` are the defaults, and `memory_limit` is in bytes. Raises
+    ValueError if an argument is invalid or no plan meets the memory limit.
+    """
+
 def plan_through(
     layouts: Sequence[Layout],
     backend: str = "nccl",
@@ -515,7 +611,9 @@ def plan_through(
     groups: Sequence[Sequence[int]] = (),
     reduce: str = "fast",
     tables: PlanningTables = ...,
-) -> Plan: ...
+) -> Plan:
+    """Returns the plan with one move from each layout to the next. Raises ValueError if there is no such move."""
+
 def plan_of_steps(
     src: Layout,
     dst: Layout,
@@ -526,38 +624,47 @@ def plan_of_steps(
     named_groups_only: bool,
     segments_dim: int,
     segments: int,
-) -> Plan: ...
+) -> Plan:
+    """Returns the plan with these steps: (kind of step, mesh dims, layouts before and after, replica policy, rounds,
+    ordered, ranks per node). Raises ValueError if they do not form a plan."""
+
 def plan_text(plan: Plan) -> str:
-    """Returns a plan in the text form that operators take: a label, ``"|"``, and its bytes in base64."""
+    """Returns a plan as text, which operators take: a label, ``"|"``, and the plan's bytes in base64."""
 
 def parse_plan(text: str) -> Plan:
-    """Parses the result of `plan_text`. Raises ValueError on other text."""
+    """Returns the plan from the result of `plan_text`. Raises ValueError for other texts."""
 
 def simulation_bytes(plan: Plan) -> int:
-    """Returns an estimate of the bytes that ``plan.simulate()`` takes."""
+    """Returns an estimate of the memory that ``plan.simulate()`` needs, in bytes."""
 
-def plan_cache_counts() -> dict[str, int]: ...
-def reset_plan_cache_counts() -> None: ...
-def clear_plan_cache() -> None: ...
+def plan_cache_counts() -> dict[str, int]:
+    """Returns the hits and misses of the cache of plans since the last reset, and its size."""
+
+def reset_plan_cache_counts() -> None:
+    """Sets the hits and misses to 0."""
+
+def clear_plan_cache() -> None:
+    """Removes all plans from the cache."""
+
 def view_of(layout: Layout, shape: Sequence[int], for_dtensor: bool = False) -> Layout | str:
-    """Returns ``layout.view(shape)``, or the reason why there is none that, if `for_dtensor`, DTensor can express."""
+    """Returns ``layout.view(shape)``, or the reason why there is no such layout. With `for_dtensor`, only layouts that
+    DTensor can express."""
 
 def move_before_view(
     layout: Layout, shape: Sequence[int], for_dtensor: bool, backend: str, tables: PlanningTables
 ) -> tuple[Plan, Layout, str] | None:
-    """Returns the cheapest plan after which the view moves nothing, the view's layout, and a message with the reason.
-
-    Returns None if the view moves nothing as it is.
-    """
+    """Returns (cheapest redistribute before a view, the view's layout after it, message with the reason), or None if
+    the view moves nothing without it."""
 
 def is_known_to_dtensor(layout: Layout) -> bool:
-    """True if DTensor's placements can express the layout."""
+    """Returns True if DTensor's placements can express the layout."""
 
 class Batch:
     """Tensors that are moved together.
 
-    An item is (index of a source, index of a destination, axes). An axis is (source dim, destination dim, first index
-    in each, length), with -1 for an absent dim. Axes of None mean the full tensor.
+    `sources` and `destinations` are layouts. An item is (index of a source, index of a destination, axes). An axis is
+    (source dim, destination dim, first index in the source, first index in the destination, length), with -1 for an
+    absent dim. Axes of None mean the full tensor.
     """
 
     def __init__(
@@ -572,21 +679,26 @@ class Batch:
     @property
     def num_items(self) -> int: ...
     def digests(self) -> list[int]:
-        """Returns a digest of the settings, then one for each item, which covers all before it."""
+        """Returns a digest of the settings, then a digest for each item, which covers the settings and all items up to
+        it."""
 
     def reductions(self) -> dict[int, Layout]:
-        """Returns {index of a source with pending reductions: layout to which it is reduced before anything is
-        sent}."""
+        """Returns, for each source with pending reductions, its index and the layout to which it is reduced first."""
 
-    def item_text(self, item: int) -> str: ...
-    def to_bytes(self) -> bytes: ...
+    def item_text(self, item: int) -> str:
+        """Returns the description of an item, given by its index."""
+
+    def to_bytes(self) -> bytes:
+        """Returns the batch in the form that the runtime takes."""
 
 class BatchPlan:
-    """The plan of a batch and its costs. ``print`` shows it."""
+    """The plan of a batch and its costs. ``str(plan)`` describes it. Maxima are over ranks."""
 
     def __init__(self, batch: Batch) -> None: ...
     @property
-    def ranks(self) -> list[int]: ...
+    def ranks(self) -> list[int]:
+        """The ranks of all layouts, ascending."""
+
     @property
     def num_items(self) -> int: ...
     @property
@@ -598,13 +710,17 @@ class BatchPlan:
         """Bytes received by the rank that receives most. No plan can have fewer."""
 
     @property
-    def received_bytes_sum(self) -> int: ...
+    def received_bytes_sum(self) -> int:
+        """Bytes received by all ranks."""
+
     @property
     def kept_bytes_sum(self) -> int:
         """Bytes that are copied locally."""
 
     @property
-    def sent_bytes_max(self) -> int: ...
+    def sent_bytes_max(self) -> int:
+        """Bytes sent by the rank that sends most."""
+
     @property
     def sent_bytes_bound(self) -> int:
         """A lower bound on `sent_bytes_max` if only ranks that hold the data send it."""
@@ -640,9 +756,13 @@ class BatchPlan:
         """Temporary bytes of the reduction that needs most, besides its result."""
 
     @property
-    def bucket_bytes(self) -> int: ...
+    def bucket_bytes(self) -> int:
+        """Size of a bucket."""
+
     @property
-    def buckets(self) -> int: ...
+    def buckets(self) -> int:
+        """Number of buckets on each rank."""
+
     @property
     def memory_bytes(self) -> int:
         """Extra bytes of memory on each rank: buckets * bucket_bytes. With reductions, an upper bound that includes
@@ -687,10 +807,18 @@ class Matmul:
         keeps_gathered: bool = False,
         scaling: tuple[bool, str, Plan | None] | None = None,
     ) -> Matmul:
-        """Returns a matmul that moves an operand by a plan and multiplies it. `products` has, for each product, the
-        axes (the moved operand first), the other operand, and whether a bias is added. `scaling` of 8-bit operands is
-        (whether scales are by row, dtype of the result, plan of the moved operand's scales if they are by row). Raises
-        ValueError if the arguments contradict each other."""
+        """Returns a matmul that moves an operand by a plan and multiplies it.
+
+        Args:
+            products: for each product, (axes with the moved operand first, layout of the other operand, True if a bias
+                is added).
+            keeps_gathered: True if the moved operand is an output too.
+            scaling: for 8-bit operands, (True for scales by row, dtype of the result, plan of the moved operand's
+                scales if they are by row).
+
+        Raises:
+            ValueError: the arguments contradict each other.
+        """
 
     @staticmethod
     def scatter(
@@ -699,47 +827,67 @@ class Matmul:
         has_addend: bool = False,
         scaling: tuple[bool, str, Plan | None] | None = None,
     ) -> Matmul:
-        """Returns a matmul that sums products, and with `has_addend` one more tensor in the layout of the plan's
-        source, and moves the result by a plan. `terms` has the axes and both operands of each product. `scaling` is as
-        in `gather`, without a plan."""
+        """Returns a matmul that sums products and moves the sum by a plan.
+
+        Args:
+            terms: for each product, (axes, layouts of both operands).
+            has_addend: True if one more tensor is added, in the layout of the plan's source.
+            scaling: as in `gather`, without a plan.
+
+        Raises:
+            ValueError: the arguments contradict each other.
+        """
 
     @staticmethod
     def parse(text: str) -> tuple[Matmul, Schedule]:
-        """Parses the result of `to_text`."""
+        """Returns the matmul and the schedule from the result of `to_text`. Raises ValueError for other texts."""
 
     @property
-    def plan(self) -> Plan: ...
+    def plan(self) -> Plan:
+        """The plan of the move."""
+
     @property
-    def num_partners(self) -> int: ...
+    def num_partners(self) -> int:
+        """Number of ranks that take part in the step that is divided into chunks."""
+
     @property
-    def communicates(self) -> bool: ...
+    def communicates(self) -> bool:
+        """True if the plan communicates."""
+
     @property
     def why_only_serial(self) -> str | None:
-        """The reason why no part of it can be chunked; None if some part can."""
+        """The reason why no part of the matmul can be divided into chunks, or None if some part can."""
 
     def check(self, schedule: Schedule) -> None:
-        """Raises ValueError if the schedule is not possible."""
+        """Raises ValueError if the schedule is not possible for this matmul."""
 
     def predictions(self, model: GemmModel, depth: int | None = None) -> list[tuple[Schedule, int]]:
-        """Returns (schedule, picoseconds) pairs: serial first, then every method and number of chunks, each with the
-        depth (unless it is given) and the processors left to transfers that are predicted to be fastest."""
+        """Returns (schedule, predicted picoseconds) for the serial schedule, then for every method and number of
+        chunks. Each has the number of processors left to transfers, and the depth unless `depth` is given, that are
+        predicted to be fastest."""
 
     def choose(self, model: GemmModel, depth: int | None = None) -> Schedule:
-        """Returns the schedule predicted to be fastest; serial unless another one saves 2%."""
+        """Returns the schedule with the least predicted time; the serial one unless another saves at least 2%."""
 
     def tuned(self, schedule: Schedule, model: GemmModel, depth: int | None = None) -> Schedule:
-        """Returns the schedule with the depth and the processors left to transfers that `predictions` would choose."""
+        """Returns `schedule` with the depth and the processors left to transfers that `predictions` chooses."""
 
     def timeline(self, schedule: Schedule, model: GemmModel) -> dict[str, Any]:
-        """Returns the predicted timeline of the first rank: ``spans`` with lane, instruction, chunk, start and end in
-        picoseconds; ``total_ps``, ``communication_ps`` and ``gemm_ps``."""
+        """Returns the predicted timeline of the first rank, in picoseconds: ``spans``, each (lane, instruction, chunk,
+        start, end); ``total_ps``; ``communication_ps`` and ``gemm_ps``, the sums of the times of transfers and of
+        products."""
 
-    def program(self, schedule: Schedule, rank: int) -> str: ...
-    def peak_bytes(self, schedule: Schedule, rank: int) -> int: ...
+    def program(self, schedule: Schedule, rank: int) -> str:
+        """Returns the instructions of one rank, as text."""
+
+    def peak_bytes(self, schedule: Schedule, rank: int) -> int:
+        """Returns the most memory that one rank allocates at once, in bytes."""
+
     def shapes(self, rank: int) -> tuple[list[list[int]], list[tuple[list[int], str]]]:
         """Returns the shapes of a rank's inputs, and the shapes and dtypes of its outputs."""
 
-    def to_text(self, schedule: Schedule) -> str: ...
+    def to_text(self, schedule: Schedule) -> str:
+        """Returns the matmul and the schedule as text, which operators take."""
 
 class ProductPlan:
     """The plan of a product of placed tensors, forward and backward (csrc/products/product_plan.h).
@@ -751,7 +899,7 @@ class ProductPlan:
             predicted to be fastest.
         scaled_by: how operands of 8-bit floats are scaled: ``"tensor"`` or ``"row"``.
         scales: if by row, the layouts of scales of operand and weights that are not placed like their operand's rows.
-        keeps_gathered: whether the forward also returns the gathered operand, for the backward.
+        keeps_gathered: True if the forward also returns the moved operand, for the backward.
         method, chunks, depth: as in `shardwright.linear`.
         backend, topology, tables: as in `shardwright.plan`.
         gemm_models: the models that predict products, by the dtype of the moved tensor.
@@ -781,25 +929,41 @@ class ProductPlan:
         gemm_models: Mapping[str, GemmModel] = ...,
     ) -> None: ...
     @property
-    def axes(self) -> list[str]: ...
+    def axes(self) -> list[str]:
+        """The axes of each product, as in einsum."""
+
     @property
-    def operand(self) -> Layout: ...
+    def operand(self) -> Layout:
+        """The layout of the operand."""
+
     @property
-    def weights(self) -> list[Layout]: ...
+    def weights(self) -> list[Layout]:
+        """The layouts of the weights."""
+
     @property
-    def biases(self) -> list[Layout | None]: ...
+    def biases(self) -> list[Layout | None]:
+        """The layouts of the biases; None for weights without one."""
+
     @property
-    def results(self) -> list[Layout]: ...
+    def results(self) -> list[Layout]:
+        """The layouts of the results."""
+
     @property
-    def scaled_by(self) -> str: ...
+    def scaled_by(self) -> str:
+        """The scaling of 8-bit operands: ``"tensor"``, ``"row"`` or ``""`` (not)."""
+
     @property
-    def cuts(self) -> str: ...
+    def cuts(self) -> str:
+        """The axis that is sharded along each mesh dim during the product, or ``"-"``."""
+
     @property
     def lead(self) -> str:
         """The tensor whose move overlaps with the product: ``"operand"``, ``"weight"`` or ``"result"``."""
 
     @property
-    def keeps_gathered(self) -> bool: ...
+    def keeps_gathered(self) -> bool:
+        """True if the forward also returns the moved operand, for the backward."""
+
     @property
     def has_equal_parts(self) -> bool:
         """True if, for every tensor, all ranks hold parts of one size."""
@@ -814,31 +978,39 @@ class ProductPlan:
 
     @property
     def operand_gradient(self) -> Layout:
-        """The layout of the operand's gradient as the backward returns it."""
+        """The layout in which the backward returns the operand's gradient. Raises ValueError for products with
+        scales."""
 
     @property
     def result_gradients(self) -> list[Layout]:
-        """The layouts of gradients that are placed like the results."""
+        """The layouts of the results' gradients if they are placed like the results."""
 
     @staticmethod
     def parse(text: str) -> ProductPlan:
-        """Makes the plan from the result of `to_text`. Raises ValueError on other text."""
+        """Returns the plan from the result of `to_text`. Raises ValueError for other texts."""
 
     def to_text(self) -> str:
-        """Returns all that the plan depends on, as operators take it. The text is the same in every process."""
+        """Returns the arguments of the plan as text, which operators take. Equal plans give equal texts in every
+        process."""
 
-    def to_json(self) -> str: ...
-    def gemm_model(self, dtype: str) -> GemmModel: ...
+    def to_json(self) -> str:
+        """Returns the layouts, moves and costs as JSON."""
+
+    def gemm_model(self, dtype: str) -> GemmModel:
+        """Returns the model for products whose moved tensor has this dtype."""
+
     def predicted_ps(self) -> int:
-        """Returns the predicted time of the forward."""
+        """Returns the predicted time of the forward, in picoseconds."""
 
     @property
     def forward(self) -> ProductDataflow:
-        """Inputs: operand, weights, biases of the weights that have one, scales. Outputs: results, then the moved
-        operand if it is kept."""
+        """The operations of the forward. Inputs: operand, weights, biases of the weights that have one, scales.
+        Outputs: results, then the moved operand if it is kept."""
 
     def backward(self, given: Sequence[Layout | None], needs: Sequence[bool]) -> ProductDataflow:
-        """Inputs: operand (the moved one if it is kept), weights, gradients of the results, then the addend to the
+        """Returns the operations of a backward.
+
+        Inputs: operand (the moved one if it is kept), weights, gradients of the results, then the addend to the
         operand's gradient if there is one. Outputs: gradients of operand, weights and biases.
 
         Args:
@@ -852,40 +1024,57 @@ class ProductNode:
 
     @property
     def kind(self) -> str:
-        """``"move"``, ``"matmul"``, ``"bias"``, ``"sum"`` or ``"add"``."""
+        """The kind of operation: ``"move"``, ``"matmul"``, ``"bias"``, ``"sum"`` or ``"add"``."""
 
     @property
-    def inputs(self) -> list[int]: ...
+    def inputs(self) -> list[int]:
+        """Numbers of the values that it reads."""
+
     @property
-    def outputs(self) -> list[int]: ...
+    def outputs(self) -> list[int]:
+        """Numbers of the values that it makes; -1 for an output that was not requested."""
+
     @property
     def released(self) -> list[int]:
-        """Values that no later node reads."""
+        """Numbers of the values that no later node reads."""
 
     @property
     def plan(self) -> Plan | None:
-        """The plan of a move."""
+        """The plan of a move, else None."""
 
     @property
-    def matmul(self) -> Matmul | None: ...
+    def matmul(self) -> Matmul | None:
+        """The `Matmul` of a matmul, else None."""
+
     @property
-    def schedule(self) -> Schedule | None: ...
+    def schedule(self) -> Schedule | None:
+        """The schedule of a matmul, else None."""
+
     def adds_bias(self, plan: ProductPlan, rank: int) -> bool:
-        """True if this rank adds the bias. If sums stay pending, only one rank along their mesh dims adds it."""
+        """Returns True if `rank` adds the bias. While a sum is pending, only one rank along its mesh dims adds it."""
 
 class ProductDataflow:
-    """Nodes in execution order. Values are numbered, inputs first; an output of -1 was not requested."""
+    """The operations of a forward or backward. Values are numbered, inputs first."""
 
     @property
-    def names(self) -> list[str]: ...
+    def names(self) -> list[str]:
+        """The name of each value."""
+
     @property
-    def layouts(self) -> list[Layout]: ...
+    def layouts(self) -> list[Layout]:
+        """The layout of each value."""
+
     @property
-    def num_inputs(self) -> int: ...
+    def num_inputs(self) -> int:
+        """Number of inputs."""
+
     @property
-    def outputs(self) -> list[int]: ...
+    def outputs(self) -> list[int]:
+        """Numbers of the values that are outputs; -1 for an output that was not requested."""
+
     @property
-    def nodes(self) -> list[ProductNode]: ...
+    def nodes(self) -> list[ProductNode]:
+        """The nodes in execution order."""
 
 def plan_product(
     function: str,
@@ -927,10 +1116,11 @@ def product_layouts(
     biases: Sequence[str],
     results: Sequence[str],
 ) -> tuple[Layout, list[Layout], list[Layout | None], list[Layout]]:
-    """Returns the layouts that `ProductPlan` takes, from axes as in einsum, their sizes, and placements as text.
+    """Returns the layouts that `ProductPlan` takes: (operand, weights, biases, results).
 
-    Empty `biases` mean no biases. Empty `results` are placed so that they need no move. Raises ValueError if an axis
-    has no size, or if placements do not fit a tensor.
+    `axes` are as in einsum, `sizes` are those of the axes, and the other arguments are placements as text, one text per
+    tensor. Empty `biases` mean no biases. Empty `results` are placed so that they need no move. Raises ValueError if an
+    axis has no size, or if placements do not fit a tensor.
     """
 
 class Attention:
@@ -953,18 +1143,31 @@ class Attention:
         chunks: int,
         lowering: Lowering,
     ) -> None:
-        """`mesh` has one dim. `sizes`: batch, heads, heads of keys, depth, and depth of values. `parts`: by position,
-        the [begin, end) intervals of the sequence that a rank holds, in local order. `key_parts`: the intervals for
-        keys, or None if they are equal. `mask`: the dtype and shape of this rank's mask tensor. `chunks`: 0 for blocks
-        as ranks hold them. The method is serial at first. Raises ValueError if the arguments contradict each other."""
+        """Attention with the method ``"serial"``; `with_method` returns other ones.
+
+        Args:
+            mesh: a mesh of one dim.
+            sizes: batch, heads, heads of keys and values, depth, and depth of values.
+            parts: by position, the [begin, end) intervals of the sequence on that rank, in local order.
+            key_parts: the same for keys and values, or None if they are equal.
+            keys_are_whole: True if every rank has all keys and values already.
+            window: a query at i sees the keys j with ``|i - j| < window``; None for all keys.
+            documents: the lengths of consecutive documents, whose tokens do not see each other; empty for one document.
+            mask: dtype and shape of this rank's mask tensor, or None.
+            scale: factor of the scores.
+            chunks: number of chunks of equal length into which the sequence is divided; 0: blocks are the intervals
+                that ranks hold.
+
+        Raises:
+            ValueError: the arguments contradict each other.
+        """
 
     def with_method(self, method: str, topology: Topology | None) -> Attention:
-        """Returns this attention with another method. ``"two_level"`` takes the nodes of the topology. Raises
-        ValueError if it has none."""
+        """Returns this attention with another method. ``"two_level"`` needs a topology with nodes; for other ones it
+        raises ValueError."""
 
     def with_mask(self, mask: tuple[str, tuple[int, int, int, int]]) -> Attention:
-        """Returns this attention for a mask tensor of another dtype or shape. Raises ValueError if it is not
-        possible."""
+        """Returns this attention for a mask tensor of this dtype and shape. Raises ValueError if they do not fit."""
 
     @property
     def method(self) -> str: ...
@@ -979,15 +1182,20 @@ class Attention:
         """Returns the number of key positions that a rank holds."""
 
     def with_default_mask(self) -> Attention:
-        """Returns this attention without the dtype and shape of the mask tensor, which may differ between ranks."""
+        """Returns this attention without the dtype and shape of the mask tensor, in which ranks may differ."""
 
     def counts(self, rank: int) -> tuple[int, int, int, int]:
-        """Returns the numbers of full, triangular and other block products, and of unmasked (query, key) pairs."""
+        """Returns, for one rank, the numbers of block products that are full, triangular and other, and the number of
+        (query, key) pairs that are not masked."""
 
-    def program(self, rank: int, backward: bool = False) -> str: ...
-    def peak_bytes(self, rank: int, backward: bool = False) -> int: ...
+    def program(self, rank: int, backward: bool = False) -> str:
+        """Returns the instructions of one rank, forward or backward, as text."""
+
+    def peak_bytes(self, rank: int, backward: bool = False) -> int:
+        """Returns the most memory that one rank allocates at once."""
+
     def to_text(self, backward: bool) -> str:
-        """Returns the forward or the backward in the text form that operators take."""
+        """Returns the forward or the backward as text, which operators take."""
 
     def choose(self, topology: Topology | None, model: GemmModel, with_backward: bool) -> str:
         """Returns the method predicted to be fastest. A topology of None is the backend's default."""
@@ -995,10 +1203,11 @@ class Attention:
     def forecasts(
         self, topology: Topology | None, model: GemmModel, with_backward: bool = True
     ) -> list[tuple[str, int, int, int, int, int]]:
-        """Returns for each method its name, the picoseconds of forward, backward, and the forward's compute alone, and
-        the bytes received and allocated by the worst rank."""
+        """Returns for each method: name; picoseconds of the forward, of the backward, and of the forward's compute
+        alone; bytes that the worst rank receives, and allocates at its peak."""
 
-    def describe(self, topology: Topology | None, model: GemmModel) -> str: ...
+    def describe(self, topology: Topology | None, model: GemmModel) -> str:
+        """Returns a text with the sizes, the block products of each rank, and the predictions."""
 
 class StepSchedule:
     """The gathers and releases of weights within a training step; see csrc/schedule/schedule.h."""
@@ -1050,10 +1259,13 @@ class StepSchedule:
 
     @property
     def original_of(self) -> list[int]:
-        """By weight: for a chunked weight, the weight that it stands for; otherwise -1. Chunked weights come last."""
+        """For each weight: -1, or for a chunked weight the index of the weight that it stands for. Chunked weights are
+        last."""
 
     @property
-    def prefetch(self) -> int: ...
+    def prefetch(self) -> int:
+        """Number of weight changes by which gathers are ahead."""
+
     @property
     def lanes(self) -> dict[str, Any] | None:
         """Predicted (begin, end) in picoseconds of "uses", "gathers", "reductions" and "activations", of "fetches" from
@@ -1062,36 +1274,47 @@ class StepSchedule:
 
     @property
     def uses(self) -> list[tuple[list[int], str, list[int], int]]:
-        """Weights, pass, weights whose gradients are complete afterwards, and picoseconds of the compute, or 0."""
+        """For each use: weights, pass, weights whose gradients are complete afterwards, and picoseconds of the compute,
+        or 0."""
 
     @property
     def buffers(self) -> list[tuple[int, bool, int, int, int, int]]:
-        """Weight, whether it is a kept copy, first and last use, size and offset in bytes."""
+        """For each buffer in the arena: weight, True for a kept copy, first and last use, size and offset in bytes."""
 
     @property
     def gathers(self) -> list[tuple[int, int, int, int, bool]]:
-        """Weight, buffer, the use before which it starts, the use that needs it, and whether it reads the kept copy."""
+        """For each gather: weight, buffer, the use before which it starts, the use that needs it, and True if it reads
+        the kept copy."""
 
     @property
     def chunk_gathers(self) -> list[tuple[int, int]]:
-        """Weight, and a use within which all its chunks are gathered. The part not in chunks is one of `gathers`."""
+        """Pairs of a weight and a use, during which all chunks of the weight are gathered. The part that is not in
+        chunks is one of `gathers`."""
 
     @property
     def reductions(self) -> list[tuple[int, int, int, int, bool]]:
-        """Weight, the first use in which its gradient exists, the use after which the reduction starts, the use after
-        which it is done, and whether it is in chunks (all but the part not in chunks, within these uses)."""
+        """For each reduction: weight, the first use in which the gradient exists, the use after which the reduction
+        starts, the use after which it is done, and True if it is in chunks, which are reduced during these uses."""
 
     def to_svg(self) -> str:
         """Returns the step as a standalone SVG picture: compute, transfers, and the buffers in the arena."""
 
     @property
-    def arena_bytes(self) -> int: ...
+    def arena_bytes(self) -> int:
+        """Size of the arena."""
+
     @property
-    def live_buffer_bytes(self) -> int: ...
+    def live_buffer_bytes(self) -> int:
+        """Maximum of the bytes of buffers that exist at once, a lower bound on `arena_bytes`."""
+
     @property
-    def peak_gradient_bytes(self) -> int: ...
+    def peak_gradient_bytes(self) -> int:
+        """Maximum of the bytes of gradients that exist at once."""
+
     @property
-    def peak_activation_bytes(self) -> int: ...
+    def peak_activation_bytes(self) -> int:
+        """Maximum of the bytes of activations that exist at once."""
+
     @property
     def activations(self) -> list[tuple[str, int, int, int, int, int, int, int]]: ...
     @property
@@ -1113,20 +1336,27 @@ def overlapping_budget_bytes(
     gather_until: Sequence[int] = (),
     activations: Sequence[tuple[str, int, int, int, int, int, int, int]] = (),
 ) -> int:
-    """Returns the least budget with which gathers are as far ahead as required and reductions run alongside the next
-    backward."""
+    """Returns the least budget, in bytes, with which gathers are as far ahead as required and each reduction runs
+    during the next backward."""
 
 class LinkFit:
-    """The costs of a step, a message and a byte over a link, in seconds, and the mean relative error of the fit."""
+    """The costs of transfers over a link, fitted to measurements."""
 
     @property
-    def step(self) -> float: ...
+    def step(self) -> float:
+        """Seconds per step."""
+
     @property
-    def message(self) -> float: ...
+    def message(self) -> float:
+        """Seconds per message."""
+
     @property
-    def byte(self) -> float: ...
+    def byte(self) -> float:
+        """Seconds per byte."""
+
     @property
-    def error(self) -> float: ...
+    def error(self) -> float:
+        """Mean relative error of the fit."""
 
 def fit_links(
     inside: Sequence[tuple[int, int, float]],
@@ -1134,8 +1364,11 @@ def fit_links(
     mesh_dims: Mapping[str, Sequence[tuple[int, int, float]]],
     crossing: Set[str],
 ) -> tuple[LinkFit, LinkFit, dict[str, LinkFit]]:
-    """Fits links to measured all-to-alls, given as (peers, bytes sent, seconds): within nodes, between nodes, and by
-    mesh dim. `crossing` names the mesh dims along which ranks are on different nodes."""
+    """Returns the fitted link within nodes, the one between nodes, and those of mesh dims by name.
+
+    `inside`, `between` and the values of `mesh_dims` are measured all-to-alls, as (number of peers, bytes sent,
+    seconds). `crossing` names the mesh dims along which ranks are on different nodes.
+    """
 
 def forecast_batch(
     batch_bytes: bytes, topology: Topology
