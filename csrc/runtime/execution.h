@@ -103,9 +103,9 @@ class Execution {
   // Runs an operation: a Wait, a transfer, or a computation, which is also traced.
   void execute(const Operation& operation, int index);
   // Starts a transfer by its group's transport, on the current stream, and stores the handles in `works_`.
-  void transfer(const Operation& operation, int index);
-  // Calls `transfer` on the stream for transfers, makes that stream wait for the transfer and records an event. If the
-  // host carries out transfers, only calls `transfer`.
+  void call_transport(const Operation& operation, int index);
+  // Starts a transfer on the stream for transfers, makes that stream wait for it and records an event. If the host
+  // carries out transfers, only starts it.
   void start_transfer(const Operation& operation, int index);
   // Makes SideStream::kTransfers current until the caller destroys `side`. `transfer`: index of the transfer, whose
   // predecessors the side stream waits for.
@@ -129,7 +129,7 @@ class Execution {
   void allocate(BufferId buffer);
   // Throws c10::Error if a graph is being captured now but was not when the program was started, or the reverse.
   void check_capture() const;
-  // True if the next instruction is a Wait or belongs to another plan step, or if there is none.
+  // True if the instruction after this one is a Wait or belongs to another plan step, or if this one is the last.
   bool ends_step(int instruction) const;
   // Copies boxes of elements. Casts or divides the elements if the instruction says so.
   void copy(const Copy& copy, int index);

@@ -20,11 +20,11 @@ void Execution::start_transfer(const Operation& operation, int index) {
     spans_.resize(program_.instructions.size());
     spans_[index] = TraceSpan("communication", to_string(operation), program_.instructions[index].chunk, run_number());
   }
-  if (transfers_on_host_) return transfer(operation, index);
+  if (transfers_on_host_) return call_transport(operation, index);
   std::optional<SideStreamGuard> side;
   if (uses_side_stream_) enter_side_stream(side, index);
   if (traces) spans_[index].start_at(record_event(device_, true));
-  transfer(operation, index);
+  call_transport(operation, index);
   for (WorkPtr& work : works_[index]) {
     if (work) work->wait();
   }
@@ -47,7 +47,7 @@ void Execution::enter_side_stream(std::optional<SideStreamGuard>& side, int tran
 }
 
 // Transports get flat views of the buffers. Peers are ranks in the group, and counts are in the order of these ranks.
-void Execution::transfer(const Operation& operation, int index) {
+void Execution::call_transport(const Operation& operation, int index) {
   match(
       operation,
       [&](const AllGather& o) {
