@@ -6,14 +6,14 @@
 
 namespace shardwright {
 
-bool has_axis(const std::vector<int>& dims, int axis) {
-  return std::find(dims.begin(), dims.end(), axis) != dims.end();
+bool has_axis(const std::vector<int>& tensor_axes, int axis) {
+  return std::find(tensor_axes.begin(), tensor_axes.end(), axis) != tensor_axes.end();
 }
 
-std::vector<int> free_dims_of(const Contraction& axes, const std::vector<int>& operand) {
+std::vector<int> free_dims_of(const Contraction& axes, const std::vector<int>& operand_axes) {
   std::vector<int> dims;
-  for (size_t d = 0; d < operand.size(); ++d) {
-    if (!axes.is_summed(operand[d])) dims.push_back(static_cast<int>(d));
+  for (size_t d = 0; d < operand_axes.size(); ++d) {
+    if (!axes.is_summed(operand_axes[d])) dims.push_back(static_cast<int>(d));
   }
   return dims;
 }
@@ -24,8 +24,8 @@ Contraction Contraction::parse(const std::string& text) {
   check_user(comma != std::string::npos && arrow != std::string::npos && comma < arrow,
              "contraction must be an einsum of two operands, such as 'mk,kn->mn', got '", text, "'");
   std::string letters;
-  const auto dims_of = [&](const std::string& part) {
-    std::vector<int> dims;
+  const auto axes_of = [&](const std::string& part) {
+    std::vector<int> axes;
     for (const char letter : part) {
       check_user(letter >= 'a' && letter <= 'z', "contraction must have axes a to z, got '", letter, "' in '", text,
                  "'");
@@ -34,16 +34,16 @@ Contraction Contraction::parse(const std::string& text) {
         axis = letters.size();
         letters.push_back(letter);
       }
-      check_user(!has_axis(dims, static_cast<int>(axis)), "contraction must have an axis once in a tensor, got '",
+      check_user(!has_axis(axes, static_cast<int>(axis)), "contraction must have an axis once in a tensor, got '",
                  letter, "' twice in '", text, "'");
-      dims.push_back(static_cast<int>(axis));
+      axes.push_back(static_cast<int>(axis));
     }
-    return dims;
+    return axes;
   };
   Contraction contraction;
-  contraction.lhs = dims_of(text.substr(0, comma));
-  contraction.rhs = dims_of(text.substr(comma + 1, arrow - comma - 1));
-  contraction.out = dims_of(text.substr(arrow + 2));
+  contraction.lhs = axes_of(text.substr(0, comma));
+  contraction.rhs = axes_of(text.substr(comma + 1, arrow - comma - 1));
+  contraction.out = axes_of(text.substr(arrow + 2));
   for (int axis = 0; axis < static_cast<int>(letters.size()); ++axis) {
     const int tensors =
         has_axis(contraction.lhs, axis) + has_axis(contraction.rhs, axis) + has_axis(contraction.out, axis);
@@ -55,10 +55,10 @@ Contraction Contraction::parse(const std::string& text) {
 }
 
 std::string Contraction::to_string() const {
-  const auto letters = [](const std::vector<int>& dims) {
-    std::string part;
-    for (const int axis : dims) part.push_back(static_cast<char>('a' + axis));
-    return part;
+  const auto letters = [](const std::vector<int>& tensor_axes) {
+    std::string text;
+    for (const int axis : tensor_axes) text.push_back(static_cast<char>('a' + axis));
+    return text;
   };
   return letters(lhs) + "," + letters(rhs) + "->" + letters(out);
 }

@@ -11,7 +11,8 @@
 namespace shardwright {
 
 struct Contraction {
-  // The axis of each tensor dim; axes are numbered by first appearance.
+  // The axis of each tensor dim. Axes are numbered by first appearance: "bsk,nk->bsn" has lhs {0, 1, 2}, rhs {3, 2} and
+  // out {0, 1, 3}.
   std::vector<int> lhs;
   std::vector<int> rhs;
   std::vector<int> out;
@@ -20,15 +21,17 @@ struct Contraction {
   static Contraction parse(const std::string& text);
   std::string to_string() const;
 
-  int num_axes() const;
-  bool is_summed(int axis) const;  // not in the result
+  int num_axes() const;            // number of different axes
+  bool is_summed(int axis) const;  // true if the result lacks the axis
 
   bool operator==(const Contraction&) const = default;
 };
 
-bool has_axis(const std::vector<int>& dims, int axis);
+// True if `axis` is among the axes of a tensor (Contraction::lhs, rhs or out).
+bool has_axis(const std::vector<int>& tensor_axes, int axis);
 
-// Returns the dims of an operand with these axes that are not summed over.
-std::vector<int> free_dims_of(const Contraction& axes, const std::vector<int>& operand);
+// Returns the dims of an operand along which the product does not sum. `operand_axes` is axes.lhs or axes.rhs. In
+// "bsk,nk->bsn" these are the dims {0, 1} of lhs and {0} of rhs.
+std::vector<int> free_dims_of(const Contraction& axes, const std::vector<int>& operand_axes);
 
 }  // namespace shardwright
