@@ -20,33 +20,38 @@ struct TensorView {
   void advance(int axis, int64_t by) { offset += by * strides[axis]; }
 };
 
-// The scales of operands of 8-bit floats: one per operand, with strides of 0, or one per row.
+// Views of the scales of both operands, for operands of 8-bit floats: one scale per operand, with strides of 0, or one
+// per row.
 struct ScaleViews {
   TensorView lhs;
   TensorView rhs;
 };
 
-// Returns a view of a row-major tensor whose dims are these axes.
-TensorView row_major_view(BufferId buffer, const std::vector<int>& dims, const std::vector<int64_t>& shape,
+// Returns a view of a row-major tensor of this shape. `tensor_axes` has the axis of each of its dims.
+TensorView row_major_view(BufferId buffer, const std::vector<int>& tensor_axes, const std::vector<int64_t>& shape,
                           int num_axes);
 
-// Returns a view of the scales of an operand with these axes: one scale for each place along the axes that are not
-// summed over, which have `shape`. An empty shape means one scale for the full operand.
-TensorView scales_view(const Contraction& axes, const std::vector<int>& operand, BufferId buffer,
+// Returns a view of an operand's scales. `operand_axes` is axes.lhs or axes.rhs. There is one scale for each index
+// along the operand's free dims, whose lengths are `shape`, or one scale for the full operand if `shape` is empty.
+TensorView scales_view(const Contraction& axes, const std::vector<int>& operand_axes, BufferId buffer,
                        const std::vector<int64_t>& shape);
 
 // Emits out = lhs x rhs, where `sizes` has the length of each axis. With `accumulates` the product is added to the
 // contents of `out`. Otherwise `bias`, a view with strides along some axes of the result, may be added (kMissingBuffer
 // means no bias), but not to the product of scaled operands.
 //
-// Adjacent axes of one kind (free in lhs, free in rhs, summed) become one matrix dim where one continues the other in
-// every tensor. Of axes that do not merge, the innermost becomes the matrix dim. Of the free axes outside of it, the
-// longest may become the batch of one instruction; the others take one instruction per index. In "bsk,nk->bsn", a piece
-// of s makes rows of s and a batch over b.
+// Axes are of three kinds: free in lhs, free in rhs, summed. Adjacent axes of one kind are merged if every tensor
+// stores them like one longer axis. The innermost merged axis of each kind becomes the matrix dim m, n or k. Of the
+// other free axes, the longest may become the batch of one instruction; all others take one instruction per index.
 //
-// A product that continues the previous product of the program is merged into it as more rows or columns. A product of
-// the same sizes at another place is merged as one more batch entry. So consecutive blocks of many ranks become one
-// product. Products with scales of rows are not batched.
+//   "bsk,nk->bsn" with b = 2, s = 4, k = 8, n = 3, all tensors row-major:
+//     all elements        b and s are merged: one Gemm with m = 8, n = 3, k = 8
+//     2 of the 4 s        b and s do not merge (strides 32 and 8, 2 * 8 < 32): m = 2, n = 3, k = 8, a batch of 2 over b
+//     2 of the 4 s, bias  a Gemm with a bias has no batch: one Gemm with m = 2, n = 3, k = 8 for each of the 2 b
+//
+// If the chunk's last instruction is a Gemm that the new one continues with more rows or columns, the new one is merged
+// into it. A product of equal sizes at other offsets is merged as one more batch entry, unless rows have scales. So
+// consecutive blocks of many ranks become one product.
 void emit_gemms(ProgramBuilder& builder, const Contraction& axes, const std::vector<int64_t>& sizes,
                 const TensorView& lhs, const TensorView& rhs, const TensorView& out, bool accumulates,
                 const TensorView& bias = {}, const std::optional<ScaleViews>& scales = std::nullopt);
