@@ -55,18 +55,18 @@ size_t dim_to_share(const Layout& layout, const std::vector<size_t>& dims, int64
   return best;
 }
 
-bool are_equal_or_apart(const std::vector<Selection::Part>& parts, const std::vector<size_t>& dims) {
+bool are_equal_or_disjoint(const std::vector<Selection::Part>& parts, const std::vector<size_t>& dims) {
   for (size_t i = 0; i < parts.size(); ++i) {
     for (size_t j = i + 1; j < parts.size(); ++j) {
       bool is_equal = true;
-      bool is_apart = false;
+      bool is_disjoint = false;
       for (const size_t d : dims) {
         const int64_t a = parts[i].in_receiver[d];
         const int64_t b = parts[j].in_receiver[d];
         is_equal = is_equal && a == b && parts[i].sizes[d] == parts[j].sizes[d];
-        is_apart = is_apart || a + parts[i].sizes[d] <= b || b + parts[j].sizes[d] <= a;
+        is_disjoint = is_disjoint || a + parts[i].sizes[d] <= b || b + parts[j].sizes[d] <= a;
       }
-      if (!is_equal && !is_apart) return false;
+      if (!is_equal && !is_disjoint) return false;
     }
   }
   return true;

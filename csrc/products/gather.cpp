@@ -58,7 +58,7 @@ class ProductCompiler {
     if (!splits_sums) return;
     accumulates_ = true;
     if (result_dtype_.size_bytes() == 2) out_.buffer = b_.new_buffer(count(out_shape_), DType::kFloat32);
-    if (!are_equal_or_apart(parts, free_dims_)) begin_with_bias();
+    if (!are_equal_or_disjoint(parts, free_dims_)) begin_with_bias();
   }
 
   // An operand without elements still has a result: zeros, plus the bias.

@@ -13,6 +13,7 @@ namespace {
 
 constexpr const char* kMethodNames[] = {"serial", "ring", "collective", "flags"};
 
+// Returns the step that goes in chunks: a gather's last, a scatter's first; nullptr if the plan has no steps.
 const Step* chunked_step(const Matmul& matmul) {
   const Plan& plan = plan_of(matmul);
   if (plan.steps.empty()) return nullptr;
@@ -51,12 +52,12 @@ void check_dtypes(const Layout& lhs, const Layout& rhs, const std::optional<Scal
   check_argument(is_scaled_result(result), "out_dtype", "bfloat16 or float32 with scales", result.name());
 }
 
-void check_operands(const Contraction& axes, const Layout& lhs, const Layout& rhs, const Layout& any,
+void check_operands(const Contraction& axes, const Layout& lhs, const Layout& rhs, const Mesh& mesh,
                     const std::optional<Scaling>& scaling) {
   check_user(axes.lhs.size() == lhs.shape().size() && axes.rhs.size() == rhs.shape().size(),
              "contraction must have one axis for each dim of its operands, got ", axes, " for ", lhs, " and ", rhs);
-  check_user(lhs.mesh() == any.mesh() && rhs.mesh() == any.mesh(), "operands must be on the plan's mesh (", any.mesh(),
-             "), got ", lhs, " and ", rhs);
+  check_user(lhs.mesh() == mesh && rhs.mesh() == mesh, "operands must be on the plan's mesh (", mesh, "), got ", lhs,
+             " and ", rhs);
   check_dtypes(lhs, rhs, scaling);
   for (const int axis : axes.lhs) {
     if (axes.is_summed(axis)) check_axis(axis, axes.lhs, lhs, axes.rhs, rhs);
@@ -78,7 +79,7 @@ void check_scales(const GatherMatmul& matmul) {
   check_user(scaling.by_row == scaling.plan.has_value(), "scales must have a plan if they are by row, else none, got ",
              scaling.by_row ? "no plan for scales by row" : "a plan for scales by tensor");
   if (!scaling.by_row) return;
-  const auto check_side = [&](const Layout& scales, const Layout& operand) {
+  const auto check_match = [&](const Layout& scales, const Layout& operand) {
     bool fits = scales.dtype() == DType::kFloat32 && scales.mesh() == operand.mesh() &&
                 scales.shape().size() == free_dims.size();
     for (size_t i = 0; fits && i < free_dims.size(); ++i) {
@@ -87,14 +88,14 @@ void check_scales(const GatherMatmul& matmul) {
     }
     check_user(fits, "scales must be float32 and sharded like the rows of ", operand, ", got ", scales);
   };
-  check_side(scaling.plan->src, matmul.plan.src);
-  check_side(scaling.plan->dst, matmul.plan.dst);
+  check_match(scaling.plan->src, matmul.plan.src);
+  check_match(scaling.plan->dst, matmul.plan.dst);
 }
 
-void check_kind(const GatherMatmul& matmul) {
+void check_tensors(const GatherMatmul& matmul) {
   check_argument(!matmul.products.empty(), "products", "a list of at least one product", "none");
   for (const auto& product : matmul.products) {
-    check_operands(product.axes, matmul.plan.dst, product.other, matmul.plan.dst, matmul.scaling);
+    check_operands(product.axes, matmul.plan.dst, product.other, matmul.plan.dst.mesh(), matmul.scaling);
     check_argument(!product.has_bias || !product.axes.out.empty(), "bias", "absent for a result without dims", "one");
   }
   check_argument(matmul.plan.dst.partial_dims().empty(), "operand", "gathered to a layout without pending reductions",
@@ -102,7 +103,7 @@ void check_kind(const GatherMatmul& matmul) {
   if (matmul.scaling) check_scales(matmul);
 }
 
-void check_kind(const MatmulScatter& matmul) {
+void check_tensors(const MatmulScatter& matmul) {
   check_argument(!matmul.terms.empty(), "terms", "a list of at least one term", "none");
   const Layout& result = matmul.plan.src;
   const DType& dtype = matmul.scaling ? matmul.scaling->result : matmul.terms[0].lhs.dtype();
@@ -110,7 +111,7 @@ void check_kind(const MatmulScatter& matmul) {
   check_user(!matmul.scaling || !matmul.scaling->plan, "scales must not move if operands do not move, got a plan for ",
              "scales");
   for (const auto& term : matmul.terms) {
-    check_operands(term.axes, term.lhs, term.rhs, result, matmul.scaling);
+    check_operands(term.axes, term.lhs, term.rhs, result.mesh(), matmul.scaling);
     check_user(term.axes.out.size() == result.shape().size(),
                "contraction must have one axis for each dim of the result, got ", term.axes, " for ", result);
     for (const int axis : term.axes.out) {
@@ -121,6 +122,7 @@ void check_kind(const MatmulScatter& matmul) {
   }
 }
 
+// Checks the distances of a ring given by hand.
 void check_distances(const Schedule& schedule, int64_t partners) {
   if (schedule.distances.empty()) return;
   check_user(schedule.method == Method::kRing, "chunks must be a number for method '", method_name(schedule.method),
@@ -129,13 +131,16 @@ void check_distances(const Schedule& schedule, int64_t partners) {
   for (const std::vector<int64_t>& chunk : schedule.distances)
     distances.insert(distances.end(), chunk.begin(), chunk.end());
   std::sort(distances.begin(), distances.end());
-  bool is_all = static_cast<int64_t>(distances.size()) == partners - 1;
-  for (size_t i = 0; i < distances.size() && is_all; ++i) is_all = distances[i] == static_cast<int64_t>(i) + 1;
-  check_user(is_all, "chunks must have each distance from 1 to ", partners - 1, " once, for ", partners, " ranks, got ",
-             chunks_text(schedule));
+  bool has_each_once = static_cast<int64_t>(distances.size()) == partners - 1;
+  for (size_t i = 0; i < distances.size() && has_each_once; ++i) {
+    has_each_once = distances[i] == static_cast<int64_t>(i) + 1;
+  }
+  check_user(has_each_once, "chunks must have each distance from 1 to ", partners - 1, " once, for ", partners,
+             " ranks, got ", chunks_text(schedule));
 }
 
-std::string operand_text(const std::vector<int>& axes, const Layout& layout) {  // one operand of operands_text
+// Returns one tensor's part of operands_text: "0=6 1=5(0) float32; ".
+std::string operand_text(const std::vector<int>& axes, const Layout& layout) {
   std::map<int, std::string> by_axis;
   for (int d = 0; d < layout.ndim(); ++d) {
     std::string& text = by_axis[axes[d]];
@@ -239,7 +244,7 @@ void check(const Matmul& matmul, const Schedule& schedule) {
   check_argument(schedule.depth >= 1 && schedule.depth <= kMaxChunks, "depth", InRange{1, kMaxChunks}, schedule.depth);
   check_argument(schedule.sms_left >= 0 && schedule.sms_left <= kMaxSmsLeft, "sms_left", InRange{0, kMaxSmsLeft},
                  schedule.sms_left);
-  std::visit([](const auto& m) { check_kind(m); }, matmul);
+  std::visit([](const auto& m) { check_tensors(m); }, matmul);
   if (schedule.method == Method::kSerial) {
     check_argument(schedule.depth == 1, "depth", "1 for method 'serial', which overlaps nothing", schedule.depth);
     check_argument(schedule.sms_left == 0, "sms_left", "0 for method 'serial', which overlaps nothing",

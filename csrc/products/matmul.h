@@ -20,14 +20,15 @@
 //               for flags, and is never chosen unless it is requested (why_no_flags).
 //   serial      Everything is moved, then everything is multiplied, or the reverse.
 //
-// Operands of 8-bit floats are multiplied by scales, which are inputs too (Scaling). Scales of rows that move with
-// their operand are sent before its chunks, in one transfer; the rank's own part does not wait for it.
+// Operands of 8-bit floats are multiplied by scales, which are inputs too (Scaling). The moved operand's row scales are
+// sent before its chunks; the product of the rank's own part does not wait for them.
 //
-// At most `depth` transfers are under way during a product. A gather starts transfers that many chunks ahead, into
-// slots of one buffer that each hold a chunk from its receipt until it is multiplied: depth + 1 chunks exist at a time,
-// unless the gathered operand is kept. A scatter waits for the transfer that it started `depth` chunks before, so up to
-// `depth` blocks wait to be sent. Sums over an axis that is cut into chunks are accumulated in float32 if
-// the dtype has 16 bits.
+// At most `depth` transfers are in flight during a product. A gather starts transfers `depth` chunks ahead. A received
+// chunk is kept in a slot of one buffer until it is multiplied, so depth + 1 chunks exist at a time, unless the
+// gathered operand is kept. After a scatter has started a transfer, it waits for the one that it started `depth` chunks
+// before, so at most `depth` blocks are being sent while the next one is computed.
+//
+// Sums over an axis that is cut into chunks are accumulated in float32 if the dtype has 16 bits.
 //
 // A schedule is part of the spec: all ranks must use the same one (timeline.h).
 #pragma once
@@ -56,17 +57,17 @@ struct Schedule {
   Method method = Method::kSerial;
   int64_t chunks = 1;
   // For a ring given by hand: the distances of each chunk, in the order in which chunks are sent. Each distance from 1
-  // to the number of partners less one appears once. If empty, there are `chunks` chunks, nearest first.
+  // to num_partners() - 1 appears once. If empty, there are `chunks` chunks, nearest first.
   std::vector<std::vector<int64_t>> distances = {};
-  // The maximum number of transfers under way in a product; 1 for serial. From the number of chunks on, it means all.
+  // The maximum number of transfers in flight during a product; 1 for serial. It may exceed the number of chunks.
   int64_t depth = 1;
-  // Multiprocessors that products leave to transfers under way (Program::sms_left); 0 for serial.
+  // Multiprocessors that products leave to transfers in flight (Program::sms_left); 0 for serial.
   int64_t sms_left = 0;
   bool operator==(const Schedule&) const = default;
 };
 
-// The value of an operand's element is the element times its scale, in float32. A tensor has one scale, or one scale
-// for each row, that is, for each index along the axes that are not summed over.
+// Scales of operands of 8-bit floats. The value of an element is the stored number times its scale, in float32. A
+// tensor has one scale, or one scale for each row: for each index along the axes that are not summed over.
 struct Scaling {
   bool by_row = false;
   DType result;  // the dtype of the products
@@ -75,6 +76,8 @@ struct Scaling {
   std::optional<Plan> plan = std::nullopt;
 };
 
+// Moves an operand by a plan, and multiplies it by other operands.
+//
 // Inputs of the program: the operand that moves, then each product's other operand, then each bias, then the scales of
 // the operands in the same order. Outputs: each product's result, then the gathered operand if it is kept.
 struct GatherMatmul {
@@ -89,8 +92,10 @@ struct GatherMatmul {
   std::optional<Scaling> scaling = std::nullopt;
 };
 
-// Inputs of the program: both operands of each term, then the addend, if there is one, then the operands' scales.
-// Each rank adds the addend to its sum of terms; its layout is the source of the plan. Output: the moved result.
+// Sums products, and moves the sum by a plan.
+//
+// Inputs of the program: both operands of each term, then the addend, if there is one, then the operands' scales. Each
+// rank adds its part of the addend to its sum of products; the addend has the layout plan.src. Output: the moved sum.
 struct MatmulScatter {
   struct Term {
     Contraction axes;
@@ -106,41 +111,43 @@ struct MatmulScatter {
 using Matmul = std::variant<GatherMatmul, MatmulScatter>;
 
 const Plan& plan_of(const Matmul& matmul);
-// Returns the number of ranks that take part in the chunked step.
+// Returns the size of the group of ranks that exchange data in the chunked step; 1 if the plan has no steps.
 int64_t num_partners(const Matmul& matmul);
 
-// Returns the plans that its program executes: its own, then the plan of its scales if they have one.
+// Returns all plans that the program executes: plan_of(matmul), then the plan of the scales if there is one.
 std::vector<const Plan*> plans_of(const Matmul& matmul);
 
 // Returns the reason why no step can be chunked, or nullopt if one can.
 std::optional<std::string> why_only_serial(const Matmul& matmul);
 
-// The limits of PyTorch's product that waits for flags (torch.ops.symm_mem._async_input_mm): chunks are whole clusters
-// of two tiles, and rows of both operands and of the result begin at multiples of 16 bytes.
-constexpr int64_t kRowsOfFlaggedChunks = 256;
-constexpr int64_t kUnitOfFlaggedRows = 8;
+// Limits of PyTorch's product that waits for flags (torch.ops.symm_mem._async_input_mm).
+constexpr int64_t kRowsOfFlaggedChunks = 256;  // a chunk has a multiple of so many rows: a cluster of two tiles
+constexpr int64_t kUnitOfFlaggedRows = 8;      // a row has a multiple of so many elements: 16 bytes of bfloat16
 
 // Returns the reason why method 'flags' cannot be used with parts cut into `shares` shares, or nullopt if it can. It
-// requires one product of bfloat16 without a bias, on a device, with an operand of even parts that follow each other in
-// the gathered operand, and the sizes above. The answer is the same on all ranks. Limits of the device are checked when
-// the program runs.
+// requires one product of bfloat16 without a bias, on a device. The operand's parts must be even and consecutive in the
+// gathered operand, and sizes must be multiples of the limits above. The answer is the same on all ranks. Limits of the
+// device are checked when the program runs.
 std::optional<std::string> why_no_flags(const Matmul& matmul, int64_t shares);
 
-// True if the chunked step can be sent as messages: it can be any step but an all-reduce.
+// True if the method may be a ring, whose chunks are messages. A chunked all-reduce is never sent as messages.
 bool has_ring(const Matmul& matmul);
 
-// Returns a schedule without its method as a string: the number of chunks, "4", or the distances given by hand,
-// "1.3_2"; after a colon the depth if it is not 1, "4:3"; after another colon the multiprocessors left to transfers if
-// there are any, "4:3:16".
+// Returns a schedule, without its method, as "chunks[:depth[:sms_left]]". Trailing fields with their defaults are left
+// out. Distances given by hand take the place of the number of chunks.
+//
+//   "4"       4 chunks, depth 1              "4:3:16"  4 chunks, depth 3, 16 multiprocessors left to transfers
+//   "1.3_2"   two chunks sent: distances 1 and 3 together, then distance 2
 std::string chunks_text(const Schedule& schedule);
 
-// Returns the sizes and cuts, by axis, of the tensor that the plan moves and of the operands that do not move: "0=6
-// 1=5(0) float32; ...", where mesh dim 0 cuts axis 1. Ranks may store a weight's dims in different orders. Their
-// strings are still equal, and so are all of their plans that have steps.
+// Returns the sizes and cuts, by axis, of the tensor that the plan moves and of the operands that do not move. In
+// "0=6 1=5(0) float32; ...", axis 0 has 6 elements, and axis 1 has 5 and is cut by mesh dim 0. Debug modes compare this
+// text between ranks. It does not depend on the order in which a rank stores the dims of a weight, in which ranks may
+// differ.
 std::string operands_text(const Matmul& matmul);
 
-// Throws UserError if tensors and scales do not match, if products of their dtypes are not supported, or if the method
-// is not possible (why_only_serial).
+// Throws UserError if tensors and scales do not match, if products of their dtypes are not supported, or if the
+// schedule is not possible (why_only_serial, why_no_flags, has_ring).
 void check(const Matmul& matmul, const Schedule& schedule);
 
 }  // namespace shardwright
