@@ -63,7 +63,7 @@ const char* kind_name(const NodeOperation& operation) {
 }
 
 int64_t predicted_picoseconds(const Dataflow& flow, const Node& node, const ProductContext& context) {
-  const auto touched_ps = [&]() {
+  const auto memory_ps = [&] {
     int64_t bytes = 0;
     for (const std::vector<int>& values : {node.inputs, node.outputs}) {
       for (const int value : values) bytes += flow.values[value].layout.largest_part_bytes();
@@ -76,8 +76,8 @@ int64_t predicted_picoseconds(const Dataflow& flow, const Node& node, const Prod
         const GemmModel& model = context.gemm_model(plan_of(product.matmul).src.dtype());
         return predict(product.matmul, product.schedule, model).total_ps;
       },
-      [&](const BiasNode&) { return touched_ps(); }, [&](const SumNode&) { return touched_ps(); },
-      [&](const AddNode&) { return touched_ps(); });
+      [&](const BiasNode&) { return memory_ps(); }, [&](const SumNode&) { return memory_ps(); },
+      [&](const AddNode&) { return memory_ps(); });
 }
 
 bool adds_bias(const BiasNode& node, const Mesh& mesh, int64_t position) {
@@ -129,16 +129,16 @@ int DataflowBuilder::move(int value, const Layout& dst) {
 }
 
 std::vector<int> DataflowBuilder::multiply(Matmul matmul, std::vector<int> inputs, const std::vector<Value>& outputs,
-                                           bool must) {
+                                           bool is_request_binding) {
   check(matmul, {});
   const GemmModel& model = planner_.context().gemm_model(plan_of(matmul).src.dtype());
-  Schedule schedule = choose_schedule(matmul, request_, model, must);
+  Schedule schedule = choose_schedule(matmul, request_, model, is_request_binding);
   return append(MatmulNode{std::move(matmul), std::move(schedule)}, std::move(inputs), outputs);
 }
 
 int DataflowBuilder::add_bias(int value, int bias) {
-  const Layout& here = layout(value);
-  return append(BiasNode{here.partial_dims()}, {value, bias}, {{flow_.values[value].name + "+", here}})[0];
+  const Layout& sum = layout(value);
+  return append(BiasNode{sum.partial_dims()}, {value, bias}, {{flow_.values[value].name + "+", sum}})[0];
 }
 
 int DataflowBuilder::sum_rows(int value, Layout layout) {
@@ -150,7 +150,7 @@ int DataflowBuilder::add(int a, int b) {
 }
 
 Dataflow DataflowBuilder::finish(std::vector<int> outputs) {
-  std::vector<bool> is_read_later(flow_.values.size(), false);
+  std::vector<bool> is_read_later(flow_.values.size(), false);  // by a later node, or as an output
   for (const int value : outputs) {
     if (value != Dataflow::kAbsent) is_read_later[value] = true;
   }

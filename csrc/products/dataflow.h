@@ -19,6 +19,7 @@
 
 namespace shardwright {
 
+// A tensor that nodes read and write.
 struct Value {
   std::string name;
   Layout layout;
@@ -35,8 +36,8 @@ struct MatmulNode {
   Schedule schedule;
 };
 
-// Inputs: a tensor, and a bias along its last dim. A sum is pending along the `pending` mesh dims, so only the first
-// rank along them adds the bias; on the others the output is the first input.
+// Adds a bias. Inputs: a tensor, and a bias along its last dim. Sums of the tensor are pending along the mesh dims
+// `pending`, so only the first rank along them adds the bias. On other ranks the output is the first input.
 struct BiasNode {
   MeshDimSet pending;
 };
@@ -53,7 +54,7 @@ struct Node {
   NodeOperation operation;
   std::vector<int> inputs;
   std::vector<int> outputs;
-  // Values that no later node reads and that are not outputs of the list.
+  // Values that the executor frees after this node: no later node reads them, and they are not outputs of the list.
   std::vector<int> released;
 };
 
@@ -67,11 +68,12 @@ struct Dataflow {
   std::vector<int> outputs;
 };
 
-// True if the rank at `position` adds the bias.
+// True if the rank at this position of the mesh adds the bias.
 bool adds_bias(const BiasNode& node, const Mesh& mesh, int64_t position);
 
-// Returns the predicted time of the slowest rank. Moves take the time that their plans predict, products the time of
-// their schedule's timeline, and other nodes the time to read and write their values in memory.
+// Return the predicted time of the slowest rank, for all nodes or for one node. Moves take the time that their plans
+// predict, products the time of their schedule's timeline (timeline.h), and other nodes the time to read and write
+// their values in memory.
 int64_t predicted_picoseconds(const Dataflow& flow, const ProductContext& context);
 int64_t predicted_picoseconds(const Dataflow& flow, const Node& node, const ProductContext& context);
 
@@ -81,7 +83,7 @@ const char* kind_name(const NodeOperation& operation);
 // Returns one line per node, each beginning with `indent`.
 std::string to_string(const Dataflow& flow, const ProductContext& context, const std::string& indent = "");
 
-// Builds a list, node by node.
+// Builds a list: first its inputs, then node by node. Functions return the values that the new input or node writes.
 class DataflowBuilder {
  public:
   DataflowBuilder(const MovePlanner& planner, ScheduleRequest request)
@@ -90,13 +92,13 @@ class DataflowBuilder {
   int input(std::string name, Layout layout);
   const Layout& layout(int value) const { return flow_.values[value].layout; }
 
-  // Returns the value itself if it already has this layout.
+  // Appends no node, and returns `value`, if the value already has this layout.
   int move(int value, const Layout& dst);
-  // With `must`, a requested schedule that is not possible throws UserError.
+  // Chooses the schedule (choose_schedule in product_choices.h).
   std::vector<int> multiply(Matmul matmul, std::vector<int> inputs, const std::vector<Value>& outputs,
-                            bool must = false);
+                            bool is_request_binding = false);
   int add_bias(int value, int bias);
-  // Sums over all dims but the last. `layout` is the layout of the sum.
+  // Appends a SumNode. `layout` is the layout of the sum.
   int sum_rows(int value, Layout layout);
   int add(int a, int b);
 

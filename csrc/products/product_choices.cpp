@@ -11,10 +11,10 @@
 namespace shardwright {
 namespace {
 
-using Options = std::vector<std::string>;  // by mesh dim, the axes to try
+using AxisOptions = std::vector<std::string>;  // for each mesh dim, the axes to try: "-sn"
 
-Options options_of(const ProductProblem& problem, const AxisLetters& letters) {
-  Options options;
+AxisOptions options_of(const ProductProblem& problem, const AxisLetters& letters) {
+  AxisOptions options;
   const Mesh& mesh = problem.operand.mesh();
   for (int d = 0; d < mesh.ndim(); ++d) {
     std::string axes(1, kNoAxis);
@@ -32,10 +32,10 @@ Options options_of(const ProductProblem& problem, const AxisLetters& letters) {
 }
 
 // Advances to the next choice, with the last mesh dim changing fastest. Returns false after the last choice.
-bool advance(std::vector<size_t>& at, const Options& options) {
-  for (size_t d = at.size(); d-- > 0;) {
-    if (++at[d] < options[d].size()) return true;
-    at[d] = 0;
+bool advance(std::vector<size_t>& choice, const AxisOptions& options) {
+  for (size_t d = choice.size(); d-- > 0;) {
+    if (++choice[d] < options[d].size()) return true;
+    choice[d] = 0;
   }
   return false;
 }
@@ -43,18 +43,18 @@ bool advance(std::vector<size_t>& at, const Options& options) {
 // Returns the time of the product on the rank with the largest parts.
 int64_t product_ps(const ProductProblem& problem, const AxisLetters& letters, const AxisCuts& cuts,
                    const ProductContext& context) {
-  AxisSizes here = sizes_of(letters.weight, problem.weights[0]);
-  here.merge(sizes_of(letters.operand, problem.operand));
+  AxisSizes sizes = sizes_of(letters.weight, problem.weights[0]);
+  sizes.merge(sizes_of(letters.operand, problem.operand));
   for (size_t d = 0; d < cuts.size(); ++d) {
     if (cuts[d] == kNoAxis) continue;
     const int64_t parts = problem.operand.mesh().dim_size(static_cast<int>(d));
-    here[cuts[d]] = (here[cuts[d]] + parts - 1) / parts;
+    sizes[cuts[d]] = (sizes[cuts[d]] + parts - 1) / parts;
   }
   int64_t m = 1;
   int64_t n = 1;
   int64_t k = 1;
-  for (const char axis : letters.operand) (letters.weight.find(axis) == std::string::npos ? m : k) *= here[axis];
-  for (const char axis : letters.weight) n *= letters.operand.find(axis) == std::string::npos ? here[axis] : 1;
+  for (const char axis : letters.operand) (letters.weight.find(axis) == std::string::npos ? m : k) *= sizes[axis];
+  for (const char axis : letters.weight) n *= letters.operand.find(axis) == std::string::npos ? sizes[axis] : 1;
   const DType& dtype = problem.operand.dtype();
   return context.gemm_model(dtype).picoseconds(m, n, k, 1, dtype.size_bytes());
 }
@@ -90,15 +90,15 @@ int64_t MovePlanner::predicted_ps(const Layout& src, const Layout& dst) const {
 }
 
 AxisCuts choose_cuts(const ProductProblem& problem, const MovePlanner& planner) {
-  const Options options = options_of(problem, AxisLetters::parse(problem.axes[0]));
-  std::vector<size_t> at(options.size(), 0);
+  const AxisOptions options = options_of(problem, AxisLetters::parse(problem.axes[0]));
+  std::vector<size_t> choice(options.size(), 0);  // for each mesh dim, the index of the axis
   std::optional<std::pair<int64_t, AxisCuts>> best;
   do {
     AxisCuts cuts;
-    for (size_t d = 0; d < at.size(); ++d) cuts.push_back(options[d][at[d]]);
+    for (size_t d = 0; d < choice.size(); ++d) cuts.push_back(options[d][choice[d]]);
     const int64_t cost = predicted_ps(problem, cuts, planner);
     if (!best || cost < best->first) best = {cost, std::move(cuts)};
-  } while (advance(at, options));
+  } while (advance(choice, options));
   return best->second;
 }
 
@@ -107,9 +107,10 @@ bool communicates(const Matmul& matmul) {
   return std::any_of(steps.begin(), steps.end(), [](const Step& step) { return !is_local(step.op); });
 }
 
-Schedule choose_schedule(const Matmul& matmul, const ScheduleRequest& request, const GemmModel& model, bool must) {
-  const bool says_chunks = request.chunks.has_value() || !request.distances.empty();
-  if ((!request.method && !says_chunks) || !communicates(matmul)) return choose(matmul, model, request.depth);
+Schedule choose_schedule(const Matmul& matmul, const ScheduleRequest& request, const GemmModel& model,
+                         bool is_request_binding) {
+  const bool has_chunks = request.chunks.has_value() || !request.distances.empty();
+  if ((!request.method && !has_chunks) || !communicates(matmul)) return choose(matmul, model, request.depth);
   const bool is_by_hand = !request.distances.empty() || (request.method && request.chunks);
   if (!is_by_hand) {
     std::optional<Prediction> best;
@@ -120,7 +121,7 @@ Schedule choose_schedule(const Matmul& matmul, const ScheduleRequest& request, c
       if (fits && (!best || prediction.total_ps < best->total_ps)) best = std::move(prediction);
     }
     if (best) return best->schedule;
-    if (!must) return choose(matmul, model, request.depth);
+    if (!is_request_binding) return choose(matmul, model, request.depth);
   }
   Schedule wanted{
       request.method.value_or(is_by_hand ? Method::kRing : Method::kCollective),
@@ -129,7 +130,7 @@ Schedule choose_schedule(const Matmul& matmul, const ScheduleRequest& request, c
   try {
     check(matmul, wanted);
   } catch (const UserError&) {
-    if (must) throw;
+    if (is_request_binding) throw;
     return choose(matmul, model, request.depth);
   }
   return tuned(matmul, wanted, model, request.depth);

@@ -7,7 +7,7 @@
 
 namespace shardwright {
 
-// Plans moves in a context, through the cache: a pinned plan if there is one, else the cheapest.
+// Plans moves in a product's context, through the cache. A plan is the pinned one if there is one, else the cheapest.
 class MovePlanner {
  public:
   MovePlanner(const ProductContext& context, PlanCache& cache);
@@ -24,14 +24,19 @@ class MovePlanner {
 };
 
 // Returns the cuts with the least predicted time for the product and for all moves of the operand, the first weight and
-// the first result. Along each mesh dim it tries no cut, and the axes along which these tensors are cut there. Of equal
-// candidates the first one tried wins; later mesh dims change faster.
+// the first result. Along each mesh dim it tries no cut, and each axis along which one of these tensors is cut there.
+// Of candidates with equal times the first one tried wins; later mesh dims change faster.
+//
+//   "bsk,nk->bsn" on (dp, tp), operand [S(0), S(1)], weight [R, S(0)], result [S(0), S(2)]:
+//     along dp: no cut, or b (operand and result); along tp: no cut, s (operand), or n (weight and result)
+//     tried: "--", "-s", "-n", "b-", "bs", "bn". With "bn", only the operand moves: its shards of s are gathered.
 AxisCuts choose_cuts(const ProductProblem& problem, const MovePlanner& planner);
 
 // Returns the schedule that is predicted to be fastest among those that the request allows. If nothing moves between
-// ranks, the request's method and chunks are ignored. If the request cannot be met, throws UserError with `must`, else
-// chooses freely.
-Schedule choose_schedule(const Matmul& matmul, const ScheduleRequest& request, const GemmModel& model, bool must);
+// ranks, the request's method and chunks are ignored. If the request cannot be met, throws UserError with
+// `is_request_binding`; otherwise only the requested depth is kept.
+Schedule choose_schedule(const Matmul& matmul, const ScheduleRequest& request, const GemmModel& model,
+                         bool is_request_binding);
 
 // True if the product's plan moves anything between ranks.
 bool communicates(const Matmul& matmul);

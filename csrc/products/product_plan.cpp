@@ -187,8 +187,8 @@ class ProductPlan::Forward {
     inputs.insert(inputs.end(), scales_.begin(), scales_.end());
     if (plan_.keeps_gathered()) outputs.push_back({"x'", plan_.layouts_.operand});
     const ScheduleRequest& request = problem_.schedule;
-    const bool must = request.method || request.chunks || !request.distances.empty();
-    return flow_.multiply(plan_.forward_matmul(lead, planner_), std::move(inputs), outputs, must);
+    const bool is_request_binding = request.method || request.chunks || !request.distances.empty();
+    return flow_.multiply(plan_.forward_matmul(lead, planner_), std::move(inputs), outputs, is_request_binding);
   }
 
   const ProductPlan& plan_;
