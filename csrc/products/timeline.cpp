@@ -12,24 +12,25 @@
 namespace shardwright {
 namespace {
 
-// Larger rings send too many messages to pay off, so they are not examined.
-constexpr int64_t kMaxRingPartners = 64;
-constexpr int64_t kUsualChunks = 8;  // numbers of chunks up to this one are always tried
-// The backward of attention has five products of matrices where the forward has two.
+constexpr int64_t kMaxRingPartners = 64;  // rings of more partners are not tried: their many messages take too long
+constexpr int64_t kUsualChunks = 8;       // numbers of chunks up to this one are always tried
+// Attention's backward has five products of matrices; its forward has two.
 constexpr double kBackwardProducts = 2.5;
 
 // Returns, for each instruction, the last earlier instruction that computes or waits, or -1. A host finishes that
 // instruction before it reaches the later one.
-std::vector<int> order_of_hosts(const Program& program) {
-  std::vector<int> order;
+std::vector<int> host_predecessors(const Program& program) {
+  std::vector<int> predecessors;
   int last = -1;
   for (size_t i = 0; i < program.instructions.size(); ++i) {
-    order.push_back(last);
+    predecessors.push_back(last);
     if (!is_communication(program.instructions[i].operation)) last = static_cast<int>(i);
   }
-  return order;
+  return predecessors;
 }
 
+// Predicts one program. Each lane has an end so far: compute_end_ and communication_end_. Each step places the next
+// instruction of one lane, whichever starts earlier, and advances this lane's end.
 class Clock {
  public:
   Clock(const Program& program, const Topology& topology, const Mesh& mesh, const GemmModel& model)
@@ -39,21 +40,21 @@ class Clock {
         model_(model),
         is_host_(model.num_processors == 1),
         model_with_transfers_(model.with_fewer_processors(program.sms_left)),
-        order_(is_host_ ? order_of_hosts(program) : order_of_transfers(program)),
-        ends_(program.instructions.size(), 0),
-        leaves_processors_(program.instructions.size(), false) {
-    int under_way = 0;
+        predecessors_(is_host_ ? host_predecessors(program) : order_of_transfers(program)),
+        leaves_processors_(program.instructions.size(), false),
+        ends_(program.instructions.size(), 0) {
+    int num_in_flight = 0;
     for (int i = 0; i < static_cast<int>(program.instructions.size()); ++i) {
       const Operation& operation = program.instructions[i].operation;
-      leaves_processors_[i] = !is_host_ && program.sms_left > 0 && under_way > 0;
+      leaves_processors_[i] = !is_host_ && program.sms_left > 0 && num_in_flight > 0;
       (is_communication(operation) ? transfers_ : compute_steps_).push_back(i);
-      under_way += match(
+      num_in_flight += match(
           operation, [](const IsTransfer auto&) { return 1; }, [](const IsCompute auto&) { return 0; },
           [](const Wait&) { return -1; });
     }
   }
 
-  // Places instructions by ascending start. So instructions that are still running at a start are already placed.
+  // Places instructions by ascending start. So whatever still runs when an instruction starts is already placed.
   Timeline run() {
     size_t step = 0;
     size_t transfer = 0;
@@ -63,22 +64,23 @@ class Clock {
           (transfer < transfers_.size() && is_transfer_next(transfers_[transfer], compute_steps_[step]));
       is_transfer ? schedule_transfer(transfers_[transfer++]) : schedule_compute(compute_steps_[step++]);
     }
-    timeline_.total_ps = std::max(compute_, communication_);
+    timeline_.total_ps = std::max(compute_end_, communication_end_);
     return std::move(timeline_);
   }
 
  private:
-  // A product on a device. Transfers that become ready while it runs wait for its end or for its next wave.
-  struct Running {
+  // A product on a device. Transfers that become ready while it runs wait for its end or for its next wave. Times are
+  // in picoseconds.
+  struct Product {
     int64_t start = 0;
     int64_t end = 0;
     int64_t wave_ps = 1;
     bool leaves_processors = false;
   };
 
-  // True if the next transfer begins before the next instruction of compute.
+  // True if the transfer is placed before the instruction of compute: the arguments are the next of each lane.
   bool is_transfer_next(int transfer, int step) const {
-    if (order_[transfer] >= step) return false;
+    if (predecessors_[transfer] >= step) return false;
     const Operation& operation = program_.instructions[step].operation;
     if (const auto* wait = std::get_if<Wait>(&operation)) return wait->ticket >= transfer;
     if (is_host_) return true;
@@ -86,54 +88,55 @@ class Clock {
     if (gemm == nullptr) return false;
     if (gemm->flags) return gemm->flags->fetch >= transfer;
     const int64_t ready = ready_at(transfer);
-    if (model_.transfer_processors == 0) return ready <= compute_;
-    const bool is_let_go_by_compute = order_[transfer] >= 0 && ends_[order_[transfer]] == ready;
-    return ready < compute_ || (ready == compute_ && !is_let_go_by_compute);
+    if (model_.transfer_processors == 0) return ready <= compute_end_;
+    const bool is_released_by_compute = predecessors_[transfer] >= 0 && ends_[predecessors_[transfer]] == ready;
+    return ready < compute_end_ || (ready == compute_end_ && !is_released_by_compute);
   }
 
+  // Returns the time at which the next transfer is ready.
   int64_t ready_at(int transfer) const {
-    const int after = order_[transfer];
-    return std::max(communication_, after < 0 ? 0 : ends_[after]);
+    const int predecessor = predecessors_[transfer];
+    return std::max(communication_end_, predecessor < 0 ? 0 : ends_[predecessor]);
   }
 
   void schedule_transfer(int index) {
     const Operation& operation = program_.instructions[index].operation;
     int64_t start = ready_at(index);
-    const int64_t full_speed = transfer_ps(operation, 1, 1);
+    const int64_t full_speed_ps = transfer_ps(operation, 1, 1);
     const bool is_chunk = program_.instructions[index].chunk >= 0;
-    int64_t takes = saturating_sum(full_speed, is_host_ && is_chunk ? model_.chunk_ps : 0);
+    int64_t duration = saturating_sum(full_speed_ps, is_host_ && is_chunk ? model_.chunk_ps : 0);
     const int64_t needs = model_.transfer_processors;
     if (needs == 0) {
-      const bool is_queued = start == communication_ && index != transfers_.front();
-      if (!is_host_ && is_queued) takes -= topology_.step_ps;
-    } else if (start < running_.end && !running_.leaves_processors) {
-      start = running_.end;
-    } else if (start < running_.end) {
-      const int64_t waves = std::max<int64_t>(ceil_divide(start - running_.start, running_.wave_ps), 1);
-      start = std::min(running_.end, saturating_sum(running_.start, waves * running_.wave_ps));
+      const bool is_queued = start == communication_end_ && index != transfers_.front();
+      if (!is_host_ && is_queued) duration -= topology_.step_ps;
+    } else if (start < last_product_.end && !last_product_.leaves_processors) {
+      start = last_product_.end;
+    } else if (start < last_product_.end) {
+      const int64_t waves = std::max<int64_t>(ceil_divide(start - last_product_.start, last_product_.wave_ps), 1);
+      start = std::min(last_product_.end, saturating_sum(last_product_.start, waves * last_product_.wave_ps));
       const int64_t available = std::min(program_.sms_left, needs);
-      if (start < running_.end) takes = transfer_ps(operation, needs, available);
+      if (start < last_product_.end) duration = transfer_ps(operation, needs, available);
     }
     if (std::holds_alternative<Fetch>(operation)) fetch_begin_ = start;
-    communication_ = ends_[index] = saturating_sum(start, takes);
-    timeline_.communication_ps = saturating_sum(timeline_.communication_ps, full_speed);
-    timeline_.spans.push_back({true, index, start, communication_});
+    communication_end_ = ends_[index] = saturating_sum(start, duration);
+    timeline_.communication_ps = saturating_sum(timeline_.communication_ps, full_speed_ps);
+    timeline_.spans.push_back({true, index, start, communication_end_});
   }
 
   void schedule_compute(int index) {
-    const int64_t start = compute_;
-    const auto compute_for = [&](int64_t takes) {
-      compute_ = saturating_sum(start, takes);
-      timeline_.spans.push_back({false, index, start, compute_});
+    const int64_t start = compute_end_;
+    const auto place = [&](int64_t duration) {
+      compute_end_ = saturating_sum(start, duration);
+      timeline_.spans.push_back({false, index, start, compute_end_});
     };
     match(
-        program_.instructions[index].operation, [&](const Wait& o) { compute_ = std::max(compute_, ends_[o.ticket]); },
-        [&](const Gemm& o) { compute_for(gemm_ps(o, index)); },
-        [&](const Attend& o) { compute_for(slowed(attend_ps(o, 1))); },
-        [&](const AttendBackward& o) { compute_for(slowed(attend_ps(o, kBackwardProducts))); },
-        [&](const IsCompute auto& o) { compute_for(picoseconds_for(touched_bytes(o), topology_.memory_ps_per_kib)); },
+        program_.instructions[index].operation,
+        [&](const Wait& o) { compute_end_ = std::max(compute_end_, ends_[o.ticket]); },
+        [&](const Gemm& o) { place(gemm_ps(o, index)); }, [&](const Attend& o) { place(slowed(attend_ps(o, 1))); },
+        [&](const AttendBackward& o) { place(slowed(attend_ps(o, kBackwardProducts))); },
+        [&](const IsCompute auto& o) { place(picoseconds_for(memory_bytes(o), topology_.memory_ps_per_kib)); },
         [](const IsTransfer auto&) { check_invariant(false, "a transfer was placed in the compute lane"); });
-    ends_[index] = compute_;
+    ends_[index] = compute_end_;
   }
 
   int64_t bytes(BufferId buffer, int64_t count) const { return count * program_.dtype_of(buffer).size_bytes(); }
@@ -149,64 +152,68 @@ class Clock {
     return saturating_sum(latency, saturating_product(picoseconds_for(bytes, link.ps_per_kib), num) / den);
   }
 
-  // Returns the group's link. Messages within a node do not take the link between nodes, which the node's ranks share.
-  // So the costs of messages are the means of both links' costs, weighted by the messages and bytes on each.
+  // Returns the slowest link of the transfer's group. If the group spans nodes, some of its messages may stay within a
+  // node and not take the link between nodes, which the node's ranks share. Then the costs of messages are the means of
+  // both links' costs, weighted by the messages and bytes on each.
   Link link_of(const Operation& operation, const TransferTraffic& traffic) const {
     const MeshDimSet mesh_dims = program_.groups[group_of(operation).value()].mesh_dims;
     Link link = topology_.slowest_link(mesh_, mesh_dims);
     const auto* messages = std::get_if<SendReceive>(&operation);
     if (messages == nullptr || traffic.bytes() == 0 || !topology_.is_between_nodes(mesh_, mesh_dims)) return link;
     const TransferTraffic on_node = traffic_inside_node(program_, *messages, topology_.ranks_per_node);
-    const auto mixed = [](int64_t group, int64_t inside, int64_t part, int64_t all) {
-      return group + (inside - group) * (part * 1024 / all) / 1024;
+    const auto mean = [](int64_t group_cost, int64_t node_cost, int64_t on_node_amount, int64_t amount) {
+      return group_cost + (node_cost - group_cost) * (on_node_amount * 1024 / amount) / 1024;
     };
-    link.message_ps = mixed(link.message_ps, topology_.inside.message_ps, on_node.messages(), traffic.messages());
-    link.ps_per_kib = mixed(link.ps_per_kib, topology_.inside.ps_per_kib, on_node.bytes(), traffic.bytes());
+    link.message_ps = mean(link.message_ps, topology_.inside.message_ps, on_node.messages(), traffic.messages());
+    link.ps_per_kib = mean(link.ps_per_kib, topology_.inside.ps_per_kib, on_node.bytes(), traffic.bytes());
     return link;
   }
 
+  // Returns the time of the product, which is placed at the end of the compute lane. On devices, records it as the last
+  // product.
   int64_t gemm_ps(const Gemm& gemm, int index) {
     const int64_t item_bytes = program_.dtype_of(gemm.lhs.buffer).size_bytes();
-    const int64_t alone = model_.picoseconds(gemm.m, gemm.n, gemm.k, gemm.count, item_bytes);
-    timeline_.gemm_ps = saturating_sum(timeline_.gemm_ps, alone);
-    if (gemm.flags) return flagged_ps(*gemm.flags, alone);
+    const int64_t alone_ps = model_.picoseconds(gemm.m, gemm.n, gemm.k, gemm.count, item_bytes);
+    timeline_.gemm_ps = saturating_sum(timeline_.gemm_ps, alone_ps);
+    if (gemm.flags) return flagged_ps(*gemm.flags, alone_ps);
     const bool leaves_processors = leaves_processors_[index];
-    const int64_t takes = leaves_processors
-                              ? model_with_transfers_.picoseconds(gemm.m, gemm.n, gemm.k, gemm.count, item_bytes)
-                              : slowed(alone);
+    const int64_t duration = leaves_processors
+                                 ? model_with_transfers_.picoseconds(gemm.m, gemm.n, gemm.k, gemm.count, item_bytes)
+                                 : slowed(alone_ps);
     if (!is_host_) {
       const GemmModel& model = leaves_processors ? model_with_transfers_ : model_;
-      const int64_t wave_ps = std::max<int64_t>(takes / model.waves(gemm.m, gemm.n, gemm.count), 1);
-      running_ = {compute_, saturating_sum(compute_, takes), wave_ps, leaves_processors};
+      const int64_t wave_ps = std::max<int64_t>(duration / model.waves(gemm.m, gemm.n, gemm.count), 1);
+      last_product_ = {compute_end_, saturating_sum(compute_end_, duration), wave_ps, leaves_processors};
     }
-    return takes;
+    return duration;
   }
 
-  // The chunks of other ranks are received one after the other from the start of the fetch on. The product multiplies
-  // each chunk once it is there, beginning with the chunks of this rank's own part.
-  int64_t flagged_ps(const Flags& flags, int64_t alone) const {
+  // Returns the time of a product that waits for flags and would take `alone_ps` if all chunks were there. The chunks
+  // of other ranks are received one after the other from the start of the fetch on. The product multiplies each chunk
+  // once it is received, beginning with the chunks of this rank's own part.
+  int64_t flagged_ps(const Flags& flags, int64_t alone_ps) const {
     const auto& fetch = std::get<Fetch>(program_.instructions[flags.fetch].operation);
     const int64_t begin = fetch_begin_;
     const int64_t chunks = flags.range.count;
     const int64_t own = chunks / static_cast<int64_t>(program_.groups[fetch.group].ranks.size());
-    int64_t end = compute_;
+    int64_t end = compute_end_;
     for (int64_t c = 0; c < chunks; ++c) {
-      const int64_t arrives = c < own ? 0 : begin + (ends_[flags.fetch] - begin) / (chunks - own) * (c - own + 1);
-      end = saturating_sum(std::max(end, arrives), alone / chunks);
+      const int64_t received = c < own ? 0 : begin + (ends_[flags.fetch] - begin) / (chunks - own) * (c - own + 1);
+      end = saturating_sum(std::max(end, received), alone_ps / chunks);
     }
-    return std::max(end - compute_, alone);
+    return std::max(end - compute_end_, alone_ps);
   }
 
-  // Returns the time of compute that runs during transfers and would take `alone` without them.
-  int64_t slowed(int64_t alone) const {
-    const int64_t overlapped = std::clamp<int64_t>(communication_ - compute_, 0, alone);
-    return saturating_sum(alone, saturating_product(overlapped, model_.contention_percent) / 100);
+  // Returns the time of compute that runs during transfers and would take `alone_ps` without them.
+  int64_t slowed(int64_t alone_ps) const {
+    const int64_t overlapped = std::clamp<int64_t>(communication_end_ - compute_end_, 0, alone_ps);
+    return saturating_sum(alone_ps, saturating_product(overlapped, model_.contention_percent) / 100);
   }
 
   // Returns the time of two matrix products for each head, scaled by the share of visible pairs and by `multiple` (a
-  // backward has more products).
-  template <typename Product>
-  int64_t attend_ps(const Product& o, double multiple) {
+  // backward has more products). `AttendOperation` is Attend or AttendBackward.
+  template <typename AttendOperation>
+  int64_t attend_ps(const AttendOperation& o, double multiple) {
     const AttendSizes& s = o.sizes;
     const int64_t item_bytes = program_.dtype_of(o.q.buffer).size_bytes();
     const std::optional<VisiblePart> part = visible_part(o.band, s.rows, s.columns);
@@ -217,39 +224,40 @@ class Clock {
                        model_.picoseconds(part->rows, s.value_depth, part->columns, count, item_bytes));
     const double share = static_cast<double>(visible_pairs(o.band, s.rows, s.columns)) /
                          (static_cast<double>(part->rows) * static_cast<double>(part->columns));
-    const auto alone = static_cast<int64_t>(static_cast<double>(dense_ps) * share * multiple);
-    timeline_.gemm_ps = saturating_sum(timeline_.gemm_ps, alone);
-    return alone;
+    const auto alone_ps = static_cast<int64_t>(static_cast<double>(dense_ps) * share * multiple);
+    timeline_.gemm_ps = saturating_sum(timeline_.gemm_ps, alone_ps);
+    return alone_ps;
   }
 
-  // Returns the bytes that bound the time of an instruction: those that it reads, or those that it writes.
-  int64_t touched_bytes(const Copy& copy) const {
-    int64_t touched = 0;
+  // Return the bytes of memory traffic that determine the time of an instruction: the bytes that it reads or the
+  // bytes that it writes, whichever are more.
+  int64_t memory_bytes(const Copy& copy) const {
+    int64_t copied = 0;
     for (const Box& box : copy.boxes) {
       int64_t count = 1;
       for (const int64_t size : box.sizes) count *= size;
-      touched += bytes(copy.src, count);
+      copied += bytes(copy.src, count);
     }
-    return touched;
+    return copied;
   }
-  int64_t touched_bytes(const Reduce& reduce) const {
+  int64_t memory_bytes(const Reduce& reduce) const {
     return bytes(reduce.dst) * static_cast<int64_t>(reduce.parts.size());
   }
-  int64_t touched_bytes(const FillZero& fill) const { return program_.size_bytes(fill.dst.buffer); }
-  int64_t touched_bytes(const Divide& divide) const { return program_.size_bytes(divide.dst.buffer); }
-  int64_t touched_bytes(const Power& power) const { return larger(power.src, power.dst); }
-  int64_t touched_bytes(const Cast& cast) const { return larger(cast.src, cast.dst); }
+  int64_t memory_bytes(const FillZero& fill) const { return program_.size_bytes(fill.dst.buffer); }
+  int64_t memory_bytes(const Divide& divide) const { return program_.size_bytes(divide.dst.buffer); }
+  int64_t memory_bytes(const Power& power) const { return larger_bytes(power.src, power.dst); }
+  int64_t memory_bytes(const Cast& cast) const { return larger_bytes(cast.src, cast.dst); }
 
-  int64_t touched_bytes(const Merge& merge) const {
+  int64_t memory_bytes(const Merge& merge) const {
     return 2 * bytes(merge.left.out.buffer, elements(merge.sizes, merge.sizes.value_depth));
   }
-  int64_t touched_bytes(const Accumulate& sum) const {
+  int64_t memory_bytes(const Accumulate& sum) const {
     return 2 * bytes(sum.dst.buffer, elements(sum.sizes, sum.sizes.depth));
   }
 
   static int64_t elements(const AttendSizes& s, int64_t depth) { return s.batch * s.heads * s.rows * depth; }
 
-  int64_t larger(const BufferRange& a, const BufferRange& b) const {
+  int64_t larger_bytes(const BufferRange& a, const BufferRange& b) const {
     return std::max(program_.size_bytes(a.buffer), program_.size_bytes(b.buffer));
   }
 
@@ -259,15 +267,15 @@ class Clock {
   const GemmModel& model_;
   const bool is_host_;
   const GemmModel model_with_transfers_;  // without the processors left to transfers
-  const std::vector<int> order_;          // by instruction: the instruction that a transfer must come after, or -1
-  std::vector<int> transfers_;            // indices of instructions
-  std::vector<int> compute_steps_;
-  std::vector<int64_t> ends_;  // by instruction
-  std::vector<bool> leaves_processors_;
-  int64_t compute_ = 0;  // end of each lane so far
-  int64_t communication_ = 0;
+  const std::vector<int> predecessors_;   // by instruction: the instruction that a transfer must come after, or -1
+  std::vector<int> transfers_;            // the communication lane: indices of instructions
+  std::vector<int> compute_steps_;        // the compute lane, with its Waits: indices of instructions
+  std::vector<bool> leaves_processors_;   // by instruction: true if transfers are in flight when a product starts
+  std::vector<int64_t> ends_;             // by instruction, once it is placed; in picoseconds, like all times here
+  int64_t compute_end_ = 0;
+  int64_t communication_end_ = 0;
   int64_t fetch_begin_ = 0;  // of the last fetch
-  Running running_;          // the product that began last
+  Product last_product_;
   Timeline timeline_;
 };
 
@@ -316,9 +324,9 @@ Prediction tuned_prediction(const Matmul& matmul, Schedule schedule, const GemmM
   if (is_host && schedule.method == Method::kRing && num_partners(matmul) > 2) depths = {1};
   if (depth) depths = {*depth};
   std::optional<Prediction> best;
-  int64_t least = 0;  // a bound: no depth can take less time
+  int64_t bound_ps = 0;  // no depth can take less time
   for (const int64_t d : depths) {
-    const auto can_save = [&] { return best->total_ps - least > best->total_ps / 100 * kLeastTuningPercent; };
+    const auto can_save = [&] { return best->total_ps - bound_ps > best->total_ps / 100 * kLeastTuningPercent; };
     if (best && (d > schedule.chunks || d <= best->schedule.depth || !can_save())) continue;
     schedule.depth = d;
     Program program = compile(matmul, schedule, first_rank(matmul));
@@ -328,7 +336,7 @@ Prediction tuned_prediction(const Matmul& matmul, Schedule schedule, const GemmM
       if (best && !can_save()) break;
       schedule.sms_left = program.sms_left = left;
       const Timeline timeline = predict(program, plan_of(matmul), model);
-      least = std::max(timeline.communication_ps, timeline.gemm_ps);
+      bound_ps = std::max(timeline.communication_ps, timeline.gemm_ps);
       const bool saves_enough = best && best->total_ps - timeline.total_ps > best->total_ps / 100 * kLeastTuningPercent;
       if (!best || saves_enough) best = Prediction{schedule, timeline.total_ps};
     }

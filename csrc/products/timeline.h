@@ -1,27 +1,31 @@
 // Predicts when each instruction of a program begins and ends.
 //
 // There are two lanes, compute and communication, each in the order of the program. Compute stops at a Wait until the
-// transfer has ended. A transfer begins when the transfer before it and the instruction that it must come after have
-// ended, and takes as long as the plan's topology predicts.
+// transfer has ended. A transfer is ready when the transfer before it and the instruction that it must come after have
+// ended. It takes as long as the plan's topology predicts.
+//
+//   A gather on a host in 2 chunks with depth 1: products of 4 us, transfers of 5 us, no contention.
+//     communication   [0, 5] chunk 1   [5, 10] chunk 2
+//     compute         [0, 4] own part, Wait until 5, [5, 9] chunk 1, Wait until 10, [10, 14] chunk 2
+//   It takes 14 us. One after the other, the same transfers and products take 10 + 12 = 22 us.
 //
 // On a host (a GemmModel of one processor) a transfer comes after everything before it in the program, because the host
-// goes through the program step by step. A product is slowed by the model's contention during transfers, and
-// the transfer of each chunk takes chunk_ps longer than the topology predicts.
+// executes the program in order. A product is slowed by the model's contention during transfers, and the transfer of
+// each chunk takes chunk_ps longer than the topology predicts.
 //
-// Devices run asynchronously to their host, and a transfer comes after the instructions that concern its memory
+// Devices run asynchronously to their host. A transfer comes only after the instructions that access its memory
 // (program/order.h). But transfers are kernels too, and need the model's transfer_processors for full speed:
 //
-//   - If a product is running that leaves no processors, a transfer that becomes ready begins when the product ends. So
-//     does a transfer that an instruction of compute releases at the moment when the product begins: the product
-//     starts first. A transfer that is already running slows the product by the model's contention for as long as
-//     both run.
-//   - Products started while transfers are under way leave Program::sms_left processors free: they have that many
-//     fewer, and are not slowed otherwise. A transfer that becomes ready meanwhile begins with the next wave of tiles.
-//     It takes longer if it finds fewer processors than full speed needs.
+//   - A product may occupy all processors. A transfer that becomes ready while it runs begins when it ends. So does a
+//     transfer that becomes ready when the product begins, if compute made it ready: the product starts first. A
+//     transfer that is already running slows the product by the model's contention for as long as both run.
+//   - A product that starts while transfers are in flight leaves Program::sms_left processors to them. It then has so
+//     many fewer processors, and is not slowed otherwise. A transfer that becomes ready meanwhile begins with the next
+//     wave of tiles. It takes longer if fewer processors are left than full speed needs.
 //   - The data of a product with flags is copied by copy engines, which need no processors: neither slows the other.
 //
-// If copy engines carry out all transfers (transfer_processors is 0), a transfer begins once it is ready, and is
-// started while the transfer before it runs, so that only the first of several in a row takes the topology's step_ps.
+// If copy engines carry out all transfers (transfer_processors is 0), a transfer begins once it is ready. A transfer
+// that follows another without a gap was started while that one ran, so it does not take the topology's step_ps again.
 // Products are slowed by the model's contention.
 //
 // The model leaves out how transfers, copies and products share memory bandwidth on devices, and the delay between an
@@ -38,6 +42,7 @@
 
 namespace shardwright {
 
+// The time that one instruction takes, in its lane.
 struct Span {
   bool is_communication = false;
   int instruction = -1;  // index in the program
@@ -66,23 +71,26 @@ struct Prediction {
 
 // The depths compared are 1, this one, and the number of chunks.
 constexpr int64_t kUsualDepth = 3;
-// A larger depth, or leaving processors to transfers, must save this much.
+// A larger depth, or leaving processors to transfers, is chosen if it saves more than this share of the time.
 constexpr int64_t kLeastTuningPercent = 1;
-// A schedule other than serial must save this much.
+// A schedule other than serial is chosen if it saves at least this share of the time.
 constexpr int64_t kLeastGainPercent = 2;
 
-// Returns serial first, then each method with 1, 2, 4, 8, W and 2W chunks for W partners, without duplicates, and with
-// 16 and 32 if the number before was the method's fastest so far. (With n chunks, 1 / n of the shorter of product and
-// transfer is never hidden.) Each has the depth, and on devices the number of processors left to transfers, that is
-// predicted to be fastest. A given `depth` is used unchanged. Otherwise two rules limit the depth: all chunks at once
-// must not need more memory than serial, or than depth 1 if that needs more; and rings of more than two ranks on hosts
-// keep depth 1, because concurrent messages to several ranks share a link, so the first of them are received later than
-// predicted.
+// Returns the schedules to compare, with their predictions: serial first, then collectives and rings of 1, 2, 4, 8, W
+// and 2W chunks for W partners. (A ring has at least 2 chunks.) A method is also tried with 16 and 32 chunks if the
+// number tried before was its fastest: with n chunks, 1 / n of the shorter of product and transfer is never hidden.
+//
+// Each schedule has the depth, and on devices the number of processors left to transfers, that is predicted to be
+// fastest. A given `depth` is used unchanged. Otherwise two rules limit the depth:
+//
+//   - A depth of all chunks must not need more memory than serial, or than depth 1 if that needs more.
+//   - Rings of more than two ranks on hosts keep depth 1. Concurrent messages to several ranks share a link, so the
+//     first of them are received later than predicted.
 std::vector<Prediction> predictions(const Matmul& matmul, const GemmModel& model,
                                     std::optional<int64_t> depth = std::nullopt);
 
-// Returns the schedule with the depth (unless it is given) and the processors left to transfers that are predicted to
-// be fastest, by the same rules.
+// Returns `schedule` with the depth and the number of processors left to transfers that are predicted to be fastest, by
+// the rules of predictions().
 Schedule tuned(const Matmul& matmul, const Schedule& schedule, const GemmModel& model,
                std::optional<int64_t> depth = std::nullopt);
 
