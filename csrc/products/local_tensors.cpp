@@ -9,21 +9,22 @@
 namespace shardwright {
 namespace {
 
-// Returns the lengths of the dims of an operand that are not summed over.
-std::vector<int64_t> rows_of(const Contraction& axes, const std::vector<int>& operand,
-                             const std::vector<int64_t>& shape) {
-  std::vector<int64_t> rows;
-  for (const int d : free_dims_of(axes, operand)) rows.push_back(shape[d]);
-  return rows;
+// Returns the shape of an operand's row scales: the lengths of its free dims. `shape` is the operand's shape.
+std::vector<int64_t> row_scales_shape(const Contraction& axes, const std::vector<int>& operand_axes,
+                                      const std::vector<int64_t>& shape) {
+  std::vector<int64_t> lengths;
+  for (const int d : free_dims_of(axes, operand_axes)) lengths.push_back(shape[d]);
+  return lengths;
 }
 
-std::vector<int64_t> shape_of_product(const Contraction& axes, const std::vector<int64_t>& lhs,
-                                      const std::vector<int64_t>& rhs) {
+std::vector<int64_t> shape_of_product(const Contraction& axes, const std::vector<int64_t>& lhs_shape,
+                                      const std::vector<int64_t>& rhs_shape) {
   std::vector<int64_t> shape;
   for (const int axis : axes.out) {
     const bool is_in_lhs = has_axis(axes.lhs, axis);
-    const std::vector<int>& dims = is_in_lhs ? axes.lhs : axes.rhs;
-    shape.push_back((is_in_lhs ? lhs : rhs)[std::find(dims.begin(), dims.end(), axis) - dims.begin()]);
+    const std::vector<int>& operand_axes = is_in_lhs ? axes.lhs : axes.rhs;
+    const auto dim = std::find(operand_axes.begin(), operand_axes.end(), axis) - operand_axes.begin();
+    shape.push_back((is_in_lhs ? lhs_shape : rhs_shape)[dim]);
   }
   return shape;
 }
@@ -57,7 +58,8 @@ LocalTensors local_tensors(const GatherMatmul& matmul, Rank rank) {
     for (const GatherMatmul::Product& product : matmul.products) {
       const std::vector<int64_t> other = product.other.local_shape_of_rank(rank);
       tensors.inputs.push_back(
-          {scaling->by_row ? rows_of(product.axes, product.axes.rhs, other) : std::vector<int64_t>{}, DType::kFloat32});
+          {scaling->by_row ? row_scales_shape(product.axes, product.axes.rhs, other) : std::vector<int64_t>{},
+           DType::kFloat32});
     }
   }
   if (matmul.keeps_gathered) tensors.outputs.push_back({gathered, operand_dtype});
@@ -78,7 +80,7 @@ LocalTensors local_tensors(const MatmulScatter& matmul, Rank rank) {
       for (const auto& [dims, layout] : {std::pair(&term.axes.lhs, &term.lhs), std::pair(&term.axes.rhs, &term.rhs)}) {
         const std::vector<int64_t> shape = layout->local_shape_of_rank(rank);
         tensors.inputs.push_back(
-            {scaling->by_row ? rows_of(term.axes, *dims, shape) : std::vector<int64_t>{}, DType::kFloat32});
+            {scaling->by_row ? row_scales_shape(term.axes, *dims, shape) : std::vector<int64_t>{}, DType::kFloat32});
       }
     }
   }

@@ -20,8 +20,8 @@ struct LocalTensors {
   std::vector<LocalTensor> outputs;
 };
 
-// Returns a rank's inputs and outputs. They do not depend on the schedule. Throws UserError if the rank is not on the
-// mesh.
+// Return the inputs and outputs of a rank's program. They do not depend on the schedule. Throw UserError if the rank is
+// not on the mesh.
 LocalTensors local_tensors(const Matmul& matmul, Rank rank);
 LocalTensors local_tensors(const GatherMatmul& matmul, Rank rank);
 LocalTensors local_tensors(const MatmulScatter& matmul, Rank rank);

@@ -1,4 +1,4 @@
-// A request for a product of placed tensors: one operand, one or several weights, and the layouts of all tensors.
+// A request for products of sharded tensors: one operand, one or several weights, and the layouts of all tensors.
 //
 // Axes are letters, as in einsum: "bsk,nk->bsn" is operand, weight and result of a linear layer. Weights share the
 // operand and its letters; each may use its own letter for another size.
@@ -52,9 +52,9 @@ struct ScheduleRequest {
 struct ProductContext {
   Lowering lowering = Lowering::kNccl;
   std::optional<Topology> topology = std::nullopt;
-  // Pinned plans, used in place of what the planner would find; null: none.
+  // Plans to use instead of those that the planner finds; null: none.
   PinsPtr pins = nullptr;
-  // The time that products take, by the name of the moved tensor's dtype.
+  // Models of the time that products take, by the name of the moved tensor's dtype.
   std::map<std::string, GemmModel> gemm_models = {};
 
   // Throws UserError if there is no model for the dtype.
