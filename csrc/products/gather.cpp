@@ -14,13 +14,17 @@
 namespace shardwright {
 namespace {
 
+// The input buffers of one product, besides the operand that moves; kMissingBuffer where it has none.
 struct InputsOfProduct {
   BufferId other = kMissingBuffer;
   BufferId bias = kMissingBuffer;
   BufferId other_scales = kMissingBuffer;
 };
 
-// One product, and the parts of its result that have been written.
+// Emits one product, part by part of the moved operand, in the order in which the parts are received.
+//
+// If the parts split the sums, several parts add to the same elements of the result: the first one writes them, the
+// later ones accumulate. Sums of 16-bit results are accumulated in a float32 buffer, which is cast at the end.
 class ProductCompiler {
  public:
   ProductCompiler(ProgramBuilder& builder, const GatherMatmul::Product& product, DType result_dtype,
@@ -49,8 +53,8 @@ class ProductCompiler {
 
   void add_output() { b_.add_output(result_, out_shape_); }
 
-  // Must be called with all parts, in any order, before the first is multiplied.
-  void expect(const std::vector<Selection::Part>& parts) {
+  // Decides if parts accumulate. Must be called with all parts, in any order, before the first is multiplied.
+  void prepare(const std::vector<Selection::Part>& parts) {
     bool splits_sums = false;
     for (const Selection::Part& part : parts) {
       for (const size_t d : summed_dims_) splits_sums = splits_sums || part.sizes[d] != sizes_[axes_.lhs[d]];
@@ -58,33 +62,34 @@ class ProductCompiler {
     if (!splits_sums) return;
     accumulates_ = true;
     if (result_dtype_.size_bytes() == 2) out_.buffer = b_.new_buffer(count(out_shape_), DType::kFloat32);
-    if (!are_equal_or_disjoint(parts, free_dims_)) begin_with_bias();
+    if (!are_equal_or_disjoint(parts, free_dims_)) fill_with_bias();
   }
 
-  // An operand without elements still has a result: zeros, plus the bias.
+  // Writes the result of an operand without elements: zeros, plus the bias.
   void multiply_nothing() { emit_gemms(b_, axes_, sizes_, other_, other_, out_, false, bias_); }
 
-  // `operand` and `scales` are views of one part; `at` is the part's offset in the gathered operand, by dim.
-  void multiply(const Selection::Part& part, const TensorView& operand, const std::optional<TensorView>& scales,
-                const std::vector<int64_t>& at) {
+  // Multiplies one part. `operand` and `scales` are views of its elements and their scales.
+  void multiply(const Selection::Part& part, const TensorView& operand, const std::optional<TensorView>& scales) {
     std::vector<int64_t> sizes = sizes_;
     TensorView other = other_;
     TensorView out = out_;
     TensorView bias = bias_;
-    std::vector<int64_t> free_offsets;
+    const std::vector<int64_t>& offsets = part.in_receiver;  // of the part in the gathered operand, by dim
     for (size_t d = 0; d < axes_.lhs.size(); ++d) {
       const int axis = axes_.lhs[d];
       sizes[axis] = part.sizes[d];
-      other.advance(axis, at[d]);
-      out.advance(axis, at[d]);
-      if (bias.buffer >= 0) bias.advance(axis, at[d]);
+      other.advance(axis, offsets[d]);
+      out.advance(axis, offsets[d]);
+      if (bias.buffer >= 0) bias.advance(axis, offsets[d]);
     }
-    for (const size_t d : free_dims_) free_offsets.push_back(at[d]);
+    std::vector<int64_t> free_offsets;
+    for (const size_t d : free_dims_) free_offsets.push_back(offsets[d]);
     const bool is_first = !accumulates_ || (!is_filled_ && written_.insert(free_offsets).second);
     const auto both = scales ? std::optional<ScaleViews>({*scales, other_scales_}) : std::nullopt;
     emit_gemms(b_, axes_, sizes, operand, other, out, !is_first, is_first ? bias : TensorView{}, both);
   }
 
+  // Casts accumulated sums to the result's dtype.
   void finish() {
     if (out_.buffer != result_) b_.emit(Cast{b_.whole(out_.buffer), b_.whole(result_)});
   }
@@ -96,9 +101,9 @@ class ProductCompiler {
     return n;
   }
 
-  // Some parts overlap partly along the free dims, so no part can be the first to write its elements. The result is
-  // filled with the bias (or zeros) first, and every part is added to it.
-  void begin_with_bias() {
+  // Fills the result with the bias, or with zeros, so that all parts accumulate. This is needed where parts overlap
+  // partly along the free dims: then no part is the first for all of its elements.
+  void fill_with_bias() {
     std::vector<int64_t> sizes = sizes_;
     for (const size_t d : summed_dims_) sizes[axes_.lhs[d]] = 0;
     emit_gemms(b_, axes_, sizes, other_, other_, out_, false, bias_);
@@ -108,20 +113,21 @@ class ProductCompiler {
   ProgramBuilder& b_;
   const Contraction& axes_;
   DType result_dtype_;
-  std::vector<int64_t> sizes_;  // by axis
-  std::vector<size_t> summed_dims_;
-  std::vector<size_t> free_dims_;
+  std::vector<int64_t> sizes_;       // by axis
+  std::vector<size_t> summed_dims_;  // of the moved operand
+  std::vector<size_t> free_dims_;    // of the moved operand
   std::vector<int64_t> out_shape_;
   TensorView other_;
   TensorView other_scales_;
-  TensorView out_;
+  TensorView out_;  // the buffer that products write: the result, or float32 sums
   TensorView bias_;
   BufferId result_ = kMissingBuffer;
   bool accumulates_ = false;
   bool is_filled_ = false;
-  std::set<std::vector<int64_t>> written_;  // places along the free dims
+  std::set<std::vector<int64_t>> written_;  // offsets along the free dims of the parts that were multiplied
 };
 
+// Compiles the program of one rank. compile.h lists the instructions of a small example.
 class GatherCompiler {
  public:
   GatherCompiler(const GatherMatmul& matmul, const Schedule& schedule, Rank rank)
@@ -178,19 +184,21 @@ class GatherCompiler {
 
   // ---- scales of the operand
 
-  // Sends scales of rows before everything else. The wait for their last transfer is postponed to finish_scales.
+  // Emits the moves of row scales, before everything else, except the Wait for their last transfer.
   void start_scales() {
     gathered_scales_ = scales_;
     if (!matmul_.scaling || !matmul_.scaling->plan) return;
     const Plan& plan = *matmul_.scaling->plan;
     const auto first_instruction = static_cast<int>(b_.program().instructions.size());
     gathered_scales_ = compile_steps(b_, plan, 0, plan.steps.size(), scales_, "scales, ");
-    awaited_scales_ = b_.take_last_wait(first_instruction);
+    postponed_wait_ = b_.take_last_wait(first_instruction);
   }
 
-  void finish_scales() { b_.put_back(std::exchange(awaited_scales_, {})); }
+  // Emits the Wait that start_scales postponed, if it was not emitted yet.
+  void finish_scales() { b_.put_back(std::exchange(postponed_wait_, {})); }
 
-  // Returns the scales of a part: the input scales for the rank's own part, which need no wait, else gathered scales.
+  // Returns a view of the scales of a part: of the input scales for the rank's own part, which need no Wait, else of
+  // the gathered scales.
   std::optional<TensorView> scales_of(const Selection::Part& part, const Contraction& axes, bool are_own) const {
     if (!matmul_.scaling) return std::nullopt;
     if (!matmul_.scaling->by_row) return scales_view(axes, axes.lhs, scales_, {});
@@ -202,6 +210,7 @@ class GatherCompiler {
     return view;
   }
 
+  // Multiplies the gathered operand at once.
   void multiply_whole() {
     const Selection all(needed_, needed_);
     if (all.count() == 0) {
@@ -210,9 +219,11 @@ class GatherCompiler {
     multiply(all, gathered_, 0, &Selection::Part::in_receiver, shape_of(needed_));
   }
 
-  // Multiplies a block whose parts are stored in a row-major tensor of this shape, each at its `places`.
-  void multiply(const Selection& block, BufferId buffer, int64_t offset, std::vector<int64_t> Selection::Part::* places,
-                const std::vector<int64_t>& shape, bool has_own_scales = false) {
+  // Multiplies a block by all other operands. The block is in a row-major tensor of this shape, which begins at
+  // `offset` of the buffer; `part_offsets` selects the offsets of the block's parts in the tensor.
+  void multiply(const Selection& block, BufferId buffer, int64_t offset,
+                std::vector<int64_t> Selection::Part::* part_offsets, const std::vector<int64_t>& shape,
+                bool has_own_scales = false) {
     if (block.count() == 0) return;
     for (size_t j = 0; j < products_.size(); ++j) {
       const Contraction& axes = matmul_.products[j].axes;
@@ -220,8 +231,8 @@ class GatherCompiler {
       for (const Selection::Part& part : block.parts()) {
         TensorView view = buffer_view;
         view.offset += offset;
-        for (size_t d = 0; d < shape.size(); ++d) view.offset += (part.*places)[d] * buffer_view.strides[axes.lhs[d]];
-        products_[j].multiply(part, view, scales_of(part, axes, has_own_scales), part.in_receiver);
+        for (size_t d = 0; d < shape.size(); ++d) view.advance(axes.lhs[d], (part.*part_offsets)[d]);
+        products_[j].multiply(part, view, scales_of(part, axes, has_own_scales));
       }
     }
   }
@@ -230,16 +241,18 @@ class GatherCompiler {
 
   // The transfer of one chunk.
   struct ChunkTransfer {
-    struct Arrival {
+    struct ReceivedBlock {
       Selection block;     // the elements of the peer's part that are needed here
-      size_t message = 0;  // in set.receives
+      size_t message = 0;  // index in set.receives
     };
     TransferSet set;
     TransferMethod transfer_method = TransferMethod::kMessages;
-    std::vector<Arrival> arrivals;  // in the order in which they are multiplied
-    Ticket ticket = kNoTicket;
+    std::vector<ReceivedBlock> received;  // in the order in which they are multiplied
+    Ticket ticket = kNoTicket;            // once it is started
   };
 
+  // Multiplies the rank's own part and the received chunks, while further chunks are in flight. `current` has the
+  // rank's part before the chunked step.
   void multiply_by_chunks(const Step& step, BufferId current) {
     const Region held = step.before.region(here_);
     const std::vector<int64_t> group = plan_.src.mesh().group(here_, step.mesh_dims);
@@ -260,12 +273,12 @@ class GatherCompiler {
     if (matmul_.keeps_gathered) gathered_ = b_.new_buffer(num_elements(needed_));
     std::vector<ChunkTransfer> transfers;
     for (const Chunk& chunk : chunks) transfers.push_back(transfer_of(step, group, chunk, current));
-    expect_parts(transfers, own);
+    prepare_products(transfers, own);
     lay_out_slots(transfers);
     const size_t depth = std::min(static_cast<size_t>(schedule_.depth), chunks.size());
     for (size_t c = 0; c < depth; ++c) start(transfers[c], c);
     b_.begin_chunk(0);
-    const bool has_own_scales = plan_.steps.size() == 1;  // after earlier steps the held part is not the given one
+    const bool has_own_scales = plan_.steps.size() == 1;  // after earlier steps, the rank holds another part
     if (!has_own_scales) finish_scales();
     multiply(own, current, 0, &Selection::Part::in_sender, shape_of(held), has_own_scales);
     finish_scales();
@@ -275,16 +288,18 @@ class GatherCompiler {
       b_.wait(transfers[c].ticket);
       if (c + depth < chunks.size()) start(transfers[c + depth], c + depth);
       b_.begin_chunk(static_cast<int>(c) + 1);
-      take_in(transfers[c]);
+      multiply_received(transfers[c]);
     }
     b_.begin_chunk(-1);
   }
 
   // ---- the memory of chunks from their receipt until they are multiplied
 
-  // Chunk c uses slot c modulo depth + 1; each slot is as long as its longest chunk. All slots are one buffer, which is
-  // allocated with the first transfer. A buffer for each chunk could reuse memory that earlier products still use, and
-  // its transfer would have to wait for them.
+  // Sets the offsets of the slots in one buffer. Chunk c uses slot c modulo depth + 1; each slot is as long as its
+  // longest chunk. With depth 1, chunks of 16, 24 and 8 elements have the slots [0, 16), [16, 40) and [0, 8).
+  //
+  // The buffer is allocated with the first transfer. A separate buffer for each chunk could reuse memory that earlier
+  // products still read, and its transfer would have to wait for them.
   void lay_out_slots(const std::vector<ChunkTransfer>& transfers) {
     const size_t num_slots = std::min(static_cast<size_t>(schedule_.depth) + 1, transfers.size());
     std::vector<int64_t> lengths(num_slots, 0);
@@ -301,7 +316,8 @@ class GatherCompiler {
     if (total > 0) slots_ = b_.new_buffer(total);
   }
 
-  // Messages may be received directly into the gathered operand if it is kept; the data of collectives is copied there.
+  // Returns the staging memory of received data: a slot. Messages that are contiguous in the gathered operand are
+  // received there directly if it is kept. The data of collectives is one run in the slot.
   Staging staging_of_received(TransferMethod transfer_method) const {
     const bool by_messages = transfer_method == TransferMethod::kMessages;
     return {.memory = Staging::Memory::kGiven,
@@ -310,46 +326,49 @@ class GatherCompiler {
             .alignment = by_messages ? aligned(1) : 1};
   }
 
-  // Rounds up to 16 bytes: some device kernels are slow, or refuse to run, unless matrices begin at such addresses.
+  // Rounds a number of elements up to 16 bytes: some device kernels are slow, or refuse to run, unless matrices begin
+  // at such addresses.
   int64_t aligned(int64_t count) const {
     constexpr int64_t kAlignmentBytes = 16;
     const int64_t items = std::max<int64_t>(kAlignmentBytes / plan_.src.dtype().size_bytes(), 1);
     return (count + items - 1) / items * items;
   }
 
-  void expect_parts(const std::vector<ChunkTransfer>& transfers, const Selection& own) {
+  // Announces all parts to the products. Products of an operand without elements are written at once.
+  void prepare_products(const std::vector<ChunkTransfer>& transfers, const Selection& own) {
     std::vector<Selection::Part> parts = own.parts();
     for (const ChunkTransfer& transfer : transfers) {
-      for (const ChunkTransfer::Arrival& arrival : transfer.arrivals) {
-        for (Selection::Part& part : arrival.block.parts()) parts.push_back(std::move(part));
+      for (const ChunkTransfer::ReceivedBlock& received : transfer.received) {
+        for (Selection::Part& part : received.block.parts()) parts.push_back(std::move(part));
       }
     }
     if (num_elements(needed_) == 0) {
       for (ProductCompiler& product : products_) product.multiply_nothing();
     }
-    for (ProductCompiler& product : products_) product.expect(parts);
+    for (ProductCompiler& product : products_) product.prepare(parts);
   }
 
   int64_t index_of(const std::vector<int64_t>& group) const {
     return std::find(group.begin(), group.end(), here_) - group.begin();
   }
 
-  // Return the elements of a chunk that are received from, or sent to, a member of the group; nullopt if there are
-  // none.
-  std::optional<Selection> received(const Step& step, const std::vector<int64_t>& group, const Chunk& chunk,
-                                    int64_t member) {
+  // Return the elements of a chunk that are received from, or sent to, the rank with index `member` in the group;
+  // nullopt if there are none.
+  std::optional<Selection> received_block(const Step& step, const std::vector<int64_t>& group, const Chunk& chunk,
+                                          int64_t member) {
     const int64_t peer = group[member];
     if (!reads_from(step.before, step.mesh_dims, peer, here_)) return std::nullopt;
     return share_of(Selection(step.before.region(peer), needed_), share_dim_, chunk);
   }
 
-  std::optional<Selection> sent(const Step& step, const std::vector<int64_t>& group, const Chunk& chunk,
-                                int64_t member) {
+  std::optional<Selection> sent_block(const Step& step, const std::vector<int64_t>& group, const Chunk& chunk,
+                                      int64_t member) {
     const int64_t peer = group[member];
     if (!reads_from(step.before, step.mesh_dims, here_, peer)) return std::nullopt;
     return share_of(Selection(step.before.region(here_), step.after.region(peer)), share_dim_, chunk);
   }
 
+  // Returns the transfer of a chunk, which is not started yet.
   ChunkTransfer transfer_of(const Step& step, const std::vector<int64_t>& group, const Chunk& chunk, BufferId current) {
     const bool by_messages = schedule_.method == Method::kRing;
     const auto k = static_cast<int64_t>(group.size());
@@ -358,13 +377,13 @@ class GatherCompiler {
     transfer.set.group = b_.group_index(step);
     transfer.transfer_method = by_messages ? TransferMethod::kMessages : TransferMethod::kAllToAll;
     const auto add_received = [&](int64_t member) {
-      const auto block = received(step, group, chunk, member);
+      const auto block = received_block(step, group, chunk, member);
       if (!block) return;
-      transfer.arrivals.push_back({*block, transfer.set.receives.size()});
+      transfer.received.push_back({*block, transfer.set.receives.size()});
       transfer.set.receives.add(member, {{gathered_, block->slice(0, block->count())}});
     };
     const auto add_sent = [&](int64_t member) {
-      const auto block = sent(step, group, chunk, member);
+      const auto block = sent_block(step, group, chunk, member);
       if (block) transfer.set.sends.add(member, {{current, block->slice(0, block->count())}});
     };
     if (by_messages) {
@@ -383,9 +402,11 @@ class GatherCompiler {
     return transfer;
   }
 
+  // Returns the elements that this rank already has.
   Selection own_part(const Step& step) const { return {step.before.region(here_), needed_}; }
 
-  // Uses an all-gather if all ranks' shares are equally long. Every rank has all lengths, so all make the same choice.
+  // Makes the transfer an all-gather if all ranks' shares are equally long and the lowering has all-gathers. Every rank
+  // knows all lengths, so all make the same choice. An all-gather also receives the rank's own share.
   void gather_if_even(ChunkTransfer& transfer, const std::optional<Selection>& own, int64_t k, int64_t me,
                       BufferId current) const {
     if (!own) return;
@@ -397,10 +418,11 @@ class GatherCompiler {
     transfer.transfer_method = TransferMethod::kAllGather;
     set.sends = Messages(Messages::Side::kSent);
     set.sends.add(me, {{current, elements}});
-    for (ChunkTransfer::Arrival& arrival : transfer.arrivals) {
-      if (static_cast<int64_t>(arrival.message) >= me) ++arrival.message;
+    // The own share was inserted as message `me`, so later messages moved up by one.
+    for (ChunkTransfer::ReceivedBlock& received : transfer.received) {
+      if (static_cast<int64_t>(received.message) >= me) ++received.message;
     }
-    std::rotate(transfer.arrivals.begin(), transfer.arrivals.begin() + me, transfer.arrivals.end());  // nearest first
+    std::rotate(transfer.received.begin(), transfer.received.begin() + me, transfer.received.end());  // nearest first
   }
 
   // Starts the transfer of the c-th chunk.
@@ -419,10 +441,10 @@ class GatherCompiler {
   }
 
   // Multiplies a received chunk, from its slot or from the gathered operand.
-  void take_in(const ChunkTransfer& transfer) {
+  void multiply_received(const ChunkTransfer& transfer) {
     const Messages& receives = transfer.set.receives;
     receives.copy(b_);
-    for (const auto& [block, message] : transfer.arrivals) {
+    for (const auto& [block, message] : transfer.received) {
       if (receives.is_staged(message)) {
         const BufferRange& range = receives.range(message);
         multiply(block, range.buffer, range.offset, &Selection::Part::packed, block.shape());
@@ -436,7 +458,7 @@ class GatherCompiler {
   Schedule schedule_;
   const Plan& plan_;
   const Position here_;  // on the mesh of the plan
-  Region needed_;
+  const Region needed_;  // of the gathered operand
   ProgramBuilder b_;
   std::vector<ProductCompiler> products_;
   BufferId gathered_ = kMissingBuffer;
@@ -444,8 +466,8 @@ class GatherCompiler {
   std::vector<int64_t> slot_offsets_;
   BufferId scales_ = kMissingBuffer;  // of the operand
   BufferId gathered_scales_ = kMissingBuffer;
-  std::vector<Instruction> awaited_scales_;
-  size_t share_dim_ = 0;
+  std::vector<Instruction> postponed_wait_;  // the Wait for the scales' last transfer, and what follows it
+  size_t share_dim_ = 0;                     // the dim along which chunks are shares of parts
 };
 
 }  // namespace
