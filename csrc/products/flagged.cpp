@@ -12,29 +12,31 @@
 namespace shardwright {
 namespace {
 
-// One product of matrices: rows x summed times summed x columns.
-struct Matrices {
+// The sizes of a matrix product: (rows x summed) times (summed x columns).
+struct MatrixSizes {
   int64_t rows = 0;
   int64_t columns = 0;
   int64_t summed = 0;
   bool is_rhs_row_major = false;
 };
 
-std::vector<int> joined(std::vector<int> a, const std::vector<int>& b) {
+std::vector<int> concatenated(std::vector<int> a, const std::vector<int>& b) {
   a.insert(a.end(), b.begin(), b.end());
   return a;
 }
 
-int64_t product_of(const std::vector<int>& axes, const std::vector<int>& dims, const std::vector<int64_t>& shape) {
+// Returns the product of a tensor's sizes along the given axes.
+int64_t num_elements_along(const std::vector<int>& axes, const std::vector<int>& tensor_axes,
+                           const std::vector<int64_t>& shape) {
   int64_t product = 1;
-  for (size_t d = 0; d < dims.size(); ++d) product *= has_axis(axes, dims[d]) ? shape[d] : 1;
+  for (size_t d = 0; d < tensor_axes.size(); ++d) product *= has_axis(axes, tensor_axes[d]) ? shape[d] : 1;
   return product;
 }
 
-// Returns the sizes of the matrix product that one rank's tensors form in memory, or nullopt if the order of their axes
-// does not allow it.
-std::optional<Matrices> as_matrices(const Contraction& axes, const std::vector<int64_t>& lhs_shape,
-                                    const std::vector<int64_t>& rhs_shape) {
+// Returns the sizes of the matrix product that one rank's row-major tensors form. Returns nullopt if the order of their
+// axes does not allow it: "bsk,nk->bsn" forms (bs x k) times (k x n), "sbk,nk->bsn" forms none.
+std::optional<MatrixSizes> as_matrices(const Contraction& axes, const std::vector<int64_t>& lhs_shape,
+                                       const std::vector<int64_t>& rhs_shape) {
   std::vector<int> summed;
   std::vector<int> rows;
   std::vector<int> columns;
@@ -42,11 +44,11 @@ std::optional<Matrices> as_matrices(const Contraction& axes, const std::vector<i
   for (const int axis : axes.rhs) {
     if (!axes.is_summed(axis)) columns.push_back(axis);
   }
-  const bool is_rhs_row_major = axes.rhs == joined(summed, columns);
-  if (axes.lhs != joined(rows, summed) || axes.out != joined(rows, columns)) return std::nullopt;
-  if (!is_rhs_row_major && axes.rhs != joined(columns, summed)) return std::nullopt;
-  return Matrices{product_of(rows, axes.lhs, lhs_shape), product_of(columns, axes.rhs, rhs_shape),
-                  product_of(summed, axes.lhs, lhs_shape), is_rhs_row_major};
+  const bool is_rhs_row_major = axes.rhs == concatenated(summed, columns);
+  if (axes.lhs != concatenated(rows, summed) || axes.out != concatenated(rows, columns)) return std::nullopt;
+  if (!is_rhs_row_major && axes.rhs != concatenated(columns, summed)) return std::nullopt;
+  return MatrixSizes{num_elements_along(rows, axes.lhs, lhs_shape), num_elements_along(columns, axes.rhs, rhs_shape),
+                     num_elements_along(summed, axes.lhs, lhs_shape), is_rhs_row_major};
 }
 
 // True if the parts of the members of a group, in the group's order, are equal, consecutive pieces of the region of
@@ -62,6 +64,7 @@ bool are_consecutive(const Step& step, const std::vector<int64_t>& group, int64_
   return true;
 }
 
+// Returns the reason why the sizes at a position do not allow a product with flags, or nullopt if they do.
 std::optional<std::string> why_not_these_sizes(const GatherMatmul& matmul, int64_t position, int64_t shares) {
   const Step& step = matmul.plan.steps.back();
   const Mesh& mesh = matmul.plan.src.mesh();
@@ -113,8 +116,8 @@ std::optional<std::string> why_no_flags(const Matmul& matmul, int64_t shares) {
   return std::nullopt;
 }
 
-// The product may occupy all multiprocessors, so it comes after all instructions that need one: all ranks have offered
-// their parts. From then on only copies and flags are needed, which take no multiprocessors.
+// Offers the rank's part to its peers, and starts the product once all ranks have offered theirs. The product may
+// occupy all multiprocessors; copies from peers and their flags need none.
 Program compile_flagged(const GatherMatmul& matmul, const Schedule& schedule, Rank rank) {
   const Plan& plan = matmul.plan;
   const Step& step = plan.steps.back();
@@ -123,9 +126,9 @@ Program compile_flagged(const GatherMatmul& matmul, const Schedule& schedule, Ra
   const Position here = b.position_on(plan.src.mesh());
   const Region needed = step.after.region(here);
   const std::vector<int64_t> other_shape = product.other.local_shape_of_rank(rank);
-  const auto matrices = as_matrices(product.axes, shape_of(needed), other_shape);
-  check_invariant(matrices.has_value(), "the axes of a product with flags do not form matrices");
-  const auto [rows, columns, summed, is_rhs_row_major] = *matrices;
+  const auto sizes = as_matrices(product.axes, shape_of(needed), other_shape);
+  check_invariant(sizes.has_value(), "the axes of a product with flags do not form matrices");
+  const auto [rows, columns, summed, is_rhs_row_major] = *sizes;
 
   const LocalTensors tensors = local_tensors(matmul, rank);
   const BufferId other = declare_inputs(b, tensors)[1];

@@ -13,6 +13,7 @@
 namespace shardwright {
 namespace {
 
+// Compiles the program of one rank. compile.h lists the instructions of a small example.
 class ScatterCompiler {
  public:
   ScatterCompiler(const MatmulScatter& matmul, const Schedule& schedule, Rank rank)
@@ -64,8 +65,9 @@ class ScatterCompiler {
     }
   }
 
-  // Computes a block of the result into a row-major tensor of this shape, with each part at its `out_offsets`.
-  // `in_sender` of a part is its offset in this rank's full result, by dim.
+  // Computes a block of this rank's result: the addend plus all products. Writes it to a row-major tensor of this
+  // shape, which begins at `offset` of the buffer; `out_offsets` selects the offsets of the block's parts in the
+  // tensor. A part's offsets in the rank's full result are Part::in_sender.
   void multiply(const Selection& block, BufferId buffer, int64_t offset,
                 std::vector<int64_t> Selection::Part::* out_offsets, const std::vector<int64_t>& shape) {
     if (block.count() == 0) return;
@@ -77,14 +79,14 @@ class ScatterCompiler {
 
   void copy_addend(const Selection& block, BufferId buffer, int64_t offset,
                    std::vector<int64_t> Selection::Part::* out_offsets, const std::vector<int64_t>& shape) {
-    const std::vector<int64_t> from = row_major_strides(shape_of(held_));
-    const std::vector<int64_t> to = row_major_strides(shape);
+    const std::vector<int64_t> src_strides = row_major_strides(shape_of(held_));
+    const std::vector<int64_t> dst_strides = row_major_strides(shape);
     std::vector<Box> boxes;
     for (const Selection::Part& part : block.parts()) {
-      Box box{0, offset, part.sizes, from, to};
+      Box box{0, offset, part.sizes, src_strides, dst_strides};
       for (size_t d = 0; d < shape.size(); ++d) {
-        box.src_offset += part.in_sender[d] * from[d];
-        box.dst_offset += (part.*out_offsets)[d] * to[d];
+        box.src_offset += part.in_sender[d] * src_strides[d];
+        box.dst_offset += (part.*out_offsets)[d] * dst_strides[d];
       }
       box.simplify();
       boxes.push_back(std::move(box));
@@ -92,6 +94,8 @@ class ScatterCompiler {
     b_.copy(addend_, buffer, std::move(boxes));
   }
 
+  // Emits one term's product for one part. The first term writes the part unless it holds the addend; the others
+  // accumulate.
   void multiply(const Selection::Part& part, size_t term_index, BufferId buffer, int64_t offset,
                 const std::vector<int64_t>& out_offsets, const std::vector<int64_t>& shape) {
     const MatmulScatter::Term& term = matmul_.terms[term_index];
@@ -124,9 +128,11 @@ class ScatterCompiler {
 
   // ---- reduce-scatters and moves of data
 
-  // Waits for the transfer of one chunk and copies the received data into the result.
+  // A function that emits the Wait for the transfer of one chunk and copies the received data into the result.
   using Finish = std::function<void()>;
 
+  // Multiplies and sends in chunks, for a step other than an all-reduce. Writes the rank's part after the step to the
+  // buffer `next`.
   void scatter(const Step& step, BufferId next) {
     step_ = &step;
     next_ = next;
@@ -157,6 +163,7 @@ class ScatterCompiler {
     if (by_messages && reduces_) reduce_contributions();
   }
 
+  // Returns the index in the group of the rank at this distance.
   int64_t at_distance(int64_t distance) const {
     const auto k = static_cast<int64_t>(group_.size());
     return (me_ + distance + k) % k;
@@ -164,24 +171,26 @@ class ScatterCompiler {
 
   // Return the elements of a chunk that are sent to, or received from, the rank with this index in the group; nullopt
   // if there are none.
-  std::optional<Selection> sent(int64_t index, const Chunk& chunk) const {
+  std::optional<Selection> sent_block(int64_t index, const Chunk& chunk) const {
     if (!reduces_ && !reads_from(step_->before, step_->mesh_dims, here_, group_[index])) return std::nullopt;
     return share_of(Selection(held_, step_->after.region(group_[index])), share_dim_, chunk);
   }
 
-  std::optional<Selection> received(int64_t index, const Chunk& chunk) const {
+  std::optional<Selection> received_block(int64_t index, const Chunk& chunk) const {
     if (!reduces_ && !reads_from(step_->before, step_->mesh_dims, group_[index], here_)) return std::nullopt;
     return share_of(Selection(step_->before.region(group_[index]), needed_), share_dim_, chunk);
   }
 
+  // Computes a chunk's blocks and starts sending them as messages. Received contributions to a reduction stay in
+  // staging memory until all are received.
   Finish start_messages(const Chunk& chunk) {
     TransferSet set{b_.group_index(*step_)};
     std::vector<Selection> blocks;
     for (const int64_t d : chunk.distances) {
       const int64_t target = at_distance(d);
       const int64_t source = at_distance(-d);
-      if (const auto block = sent(target, chunk)) add_product(set.sends, blocks, target, *block);
-      if (const auto block = received(source, chunk)) {
+      if (const auto block = sent_block(target, chunk)) add_product(set.sends, blocks, target, *block);
+      if (const auto block = received_block(source, chunk)) {
         set.receives.add(source, {{reduces_ ? kMissingBuffer : next_, block->slice(0, block->count())}});
       }
     }
@@ -191,7 +200,7 @@ class ScatterCompiler {
     for (size_t i = 0; i < set.receives.size() && reduces_; ++i) {
       contributions_[chunk.share][set.receives.peer(i)] = set.receives.range(i);
     }
-    return finish_by_unpacking(std::move(set), TransferMethod::kMessages);
+    return start_and_unpack(std::move(set), TransferMethod::kMessages);
   }
 
   // Adds a message whose content is computed directly in its staging memory.
@@ -200,6 +209,7 @@ class ScatterCompiler {
     blocks.push_back(block);
   }
 
+  // Computes each message's block into its staging memory.
   void multiply(const Messages& sends, const std::vector<Selection>& blocks) {
     for (size_t i = 0; i < blocks.size(); ++i) {
       const BufferRange& range = sends.range(i);
@@ -207,7 +217,7 @@ class ScatterCompiler {
     }
   }
 
-  Finish finish_by_unpacking(TransferSet set, TransferMethod transfer_method) {
+  Finish start_and_unpack(TransferSet set, TransferMethod transfer_method) {
     const Ticket ticket = start(b_, set, transfer_method);
     return [this, ticket, receives = std::move(set.receives)] {
       b_.wait(ticket);
@@ -215,7 +225,7 @@ class ScatterCompiler {
     };
   }
 
-  // Multiplies the rank's own part: into one more contribution to a reduction, or else directly into the result.
+  // Computes the rank's own part: as its own contribution to a reduction, or else directly in the result.
   void multiply_own() {
     for (int64_t s = 0; s < shares_; ++s) {
       const auto block = share_of(Selection(held_, needed_), share_dim_, {{}, s, shares_});
@@ -230,57 +240,64 @@ class ScatterCompiler {
     }
   }
 
-  // Reduces once, when all contributions were received. The order of receipt (nearest first) differs between ranks, so
-  // sums in that order would have different bits on different replicas, and other bits in a ring than in a collective.
+  // Reduces all contributions of a ring at once, in the order of positions. Sums in the order of receipt (nearest
+  // first) would have other bits on each rank, so replicas would differ, and a ring would differ from a collective.
   void reduce_contributions() {
     const Mesh& mesh = plan_.src.mesh();
     for (int64_t s = 0; s < shares_; ++s) {
       const auto block = share_of(Selection(held_, needed_), share_dim_, {{}, s, shares_});
-      if (block) reduce_into_place(*block, by_position(mesh, mesh.ranks_at(group_), contributions_[s]));
+      if (block) reduce_into_result(*block, by_position(mesh, mesh.ranks_at(group_), contributions_[s]));
     }
   }
 
-  void reduce_into_place(const Selection& block, std::vector<BufferRange> parts) {
-    const int64_t run = block.contiguous_in_receiver();
+  // Writes the reduction of the parts to the block's elements of the result.
+  void reduce_into_result(const Selection& block, std::vector<BufferRange> parts) {
+    const int64_t offset = block.contiguous_in_receiver();  // -1: the block is not contiguous
     const BufferRange result =
-        run >= 0 ? BufferRange{next_, run, block.count()} : b_.whole(b_.new_buffer(block.count()));
+        offset >= 0 ? BufferRange{next_, offset, block.count()} : b_.whole(b_.new_buffer(block.count()));
     reduce_parts(b_, reduction_of(*step_), std::move(parts), result);
-    if (run < 0) b_.copy(result.buffer, next_, block.boxes(CopySide::packed(), CopySide::local()));
+    if (offset < 0) b_.copy(result.buffer, next_, block.boxes(CopySide::packed(), CopySide::local()));
   }
 
+  // Computes a chunk's blocks and starts the collective that sends them: a reduce-scatter or an all-to-all.
   Finish start_collective(const Chunk& chunk) {
     const auto k = static_cast<int64_t>(group_.size());
     TransferSet set{b_.group_index(*step_)};
     std::vector<Selection> blocks;
     for (int64_t m = 0; m < k; ++m) {
       if (m == me_ && !reduces_) continue;
-      if (const auto block = sent(m, chunk)) add_product(set.sends, blocks, m, *block);
+      if (const auto block = sent_block(m, chunk)) add_product(set.sends, blocks, m, *block);
       if (reduces_) continue;
-      if (const auto block = received(m, chunk)) set.receives.add(m, {{next_, block->slice(0, block->count())}});
+      if (const auto block = received_block(m, chunk)) set.receives.add(m, {{next_, block->slice(0, block->count())}});
     }
     const Staging one_run{.may_stay = false, .is_one_run = true};
     set.sends.choose_memory(b_, one_run);
     multiply(set.sends, blocks);
-    if (reduces_) return start_reduction(set, sent(me_, chunk));
+    if (reduces_) return start_reduction(set, sent_block(me_, chunk));
     set.receives.choose_memory(b_, one_run);
-    return finish_by_unpacking(std::move(set), TransferMethod::kAllToAll);
+    return start_and_unpack(std::move(set), TransferMethod::kAllToAll);
   }
 
-  // Starts the reduction of the staged contributions, one per rank in the group's order.
+  // Starts the reduction of the staged contributions, one per rank in the group's order. `own` is the block that this
+  // rank receives.
   Finish start_reduction(const TransferSet& set, const std::optional<Selection>& own) {
     const bool are_equally_long = set.sends.size() == group_.size() && set.sends.are_equally_long();
-    const int64_t run = own ? own->contiguous_in_receiver() : 0;
+    const int64_t offset = own ? own->contiguous_in_receiver() : 0;  // -1: the block is not contiguous
     const int64_t count = own ? own->count() : 0;
-    const BufferRange result = run >= 0 ? BufferRange{next_, run, count} : b_.whole(b_.new_buffer(count));
+    const BufferRange result = offset >= 0 ? BufferRange{next_, offset, count} : b_.whole(b_.new_buffer(count));
     const Finish sum = start_sum(b_, *step_, set.group, set.sends, are_equally_long, result);
-    return [this, sum, own, run, result] {
+    return [this, sum, own, offset, result] {
       sum();
-      if (run < 0) b_.copy(result.buffer, next_, own->boxes(CopySide::packed(), CopySide::local()));
+      if (offset < 0) b_.copy(result.buffer, next_, own->boxes(CopySide::packed(), CopySide::local()));
     };
   }
 
   // ---- all-reduces: chunks are shares of the outermost dim that is longer than one, so each is contiguous
 
+  // Computes and all-reduces the result in chunks. A pipeline: in round t, chunk t is computed and its first transfer
+  // starts; stage s of chunk t - s * depth follows. With 3 chunks, 2 stages and depth 1 the rounds are (chunk.stage)
+  //
+  //   0.0   |   1.0, 0.1   |   2.0, 1.1   |   2.1
   void all_reduce(const Step& step, BufferId next) {
     const Selection all(held_, held_);
     if (all.count() == 0) return;
@@ -305,7 +322,7 @@ class ScatterCompiler {
     const auto num_stages = static_cast<int64_t>(chunks[0].size());
     const int64_t depth = std::min(schedule_.depth, shares);
     for (int64_t t = 0; t < shares + (num_stages - 1) * depth; ++t) {
-      // The latest chunk comes first: the transfers of the others overlap with its product.
+      // The newest chunk comes first, so the transfers of older chunks overlap with its product.
       for (int64_t stage = 0; stage < num_stages; ++stage) {
         const int64_t c = t - stage * depth;
         if (c < 0 || c >= shares) continue;
@@ -320,18 +337,18 @@ class ScatterCompiler {
   Schedule schedule_;
   const Plan& plan_;
   const Position here_;  // on the mesh of the plan
-  Region held_;
+  const Region held_;    // of the result before the plan
   ProgramBuilder b_;
   BufferId addend_ = kMissingBuffer;
   std::vector<ScaleViews> scales_;  // by term
-  // The state of the chunked step.
+  // The state of the chunked step, set by scatter().
   const Step* step_ = nullptr;
-  std::vector<int64_t> group_;
-  int64_t me_ = 0;
-  Region needed_;
-  BufferId next_ = kMissingBuffer;
+  std::vector<int64_t> group_;      // positions
+  int64_t me_ = 0;                  // this rank's index in the group
+  Region needed_;                   // of the result after the step
+  BufferId next_ = kMissingBuffer;  // the result after the step
   bool reduces_ = false;
-  size_t share_dim_ = 0;
+  size_t share_dim_ = 0;  // the dim along which chunks are shares of parts
   int64_t shares_ = 1;
   std::vector<std::vector<BufferRange>> contributions_;  // of a ring, by share and by index in the group
 };
