@@ -7,7 +7,7 @@
 namespace shardwright {
 namespace {
 
-// Returns the given object if the two layouts are equal.
+// Returns `given` if the two layouts are equal. Its placements may be written differently.
 Layout reuse_if_equal(const Layout& given, Layout derived) { return given == derived ? given : std::move(derived); }
 
 // Returns the shard order of a tensor whose i-th dim is the layout's dim dims[i].
@@ -26,12 +26,13 @@ std::vector<int> all_dims(const Layout& layout) {
   return dims;
 }
 
+// Returns GradientLayouts::operand_out. `gradient` is GradientLayouts::operand.
 Layout operand_gradient_out(const Layout& operand, const Layout& gradient) {
   const Layout reduced = without_sums(operand);
   std::vector<Placement> placements = reduced.placements();
   for (size_t d = 0; d < placements.size(); ++d) {
-    const bool stays_due = operand.placements()[d].is_replicate() && gradient.placements()[d].is_partial();
-    if (stays_due) placements[d] = Placement::partial(ReduceOp::kSum);
+    const bool stays_pending = operand.placements()[d].is_replicate() && gradient.placements()[d].is_partial();
+    if (stays_pending) placements[d] = Placement::partial(ReduceOp::kSum);
   }
   return with_placements(reduced, std::move(placements));
 }
@@ -50,10 +51,10 @@ AxisLayouts::AxisLayouts(MeshPtr mesh, AxisCuts cuts, const Known& known)
   for (size_t d = 0; d < cuts_.size(); ++d) {
     if (cuts_[d] != kNoAxis) mesh_dims[cuts_[d]].push_back(static_cast<int>(d));
   }
-  for (const auto& [axis, dims] : mesh_dims) by_axis_[axis] = of_axis(axis, dims, known);
+  for (const auto& [axis, dims] : mesh_dims) cut_axes_[axis] = cut_axis(axis, dims, known);
 }
 
-AxisLayouts::OfAxis AxisLayouts::of_axis(char axis, const std::vector<int>& mesh_dims, const Known& known) {
+AxisLayouts::CutAxis AxisLayouts::cut_axis(char axis, const std::vector<int>& mesh_dims, const Known& known) {
   for (const auto& [letters, layout] : known) {
     const size_t dim = letters.find(axis);
     if (dim == std::string::npos) continue;
@@ -61,17 +62,17 @@ AxisLayouts::OfAxis AxisLayouts::of_axis(char axis, const std::vector<int>& mesh
     std::vector<int> order;
     for (const Cut& cut : cuts) order.push_back(cut.mesh_dim);
     if (!std::is_permutation(order.begin(), order.end(), mesh_dims.begin(), mesh_dims.end())) continue;
-    OfAxis entry{layout.shape()[dim], cuts};
+    CutAxis cut_like_known{layout.shape()[dim], cuts};
     const bool has_rules =
         std::any_of(cuts.begin(), cuts.end(), [](const Cut& c) { return !c.rule.is_strided_or_chunks(); });
-    for (Cut& cut : entry.cuts) {
+    for (Cut& cut : cut_like_known.cuts) {
       if (!has_rules) cut.rule = CutRule();
     }
-    return entry;
+    return cut_like_known;
   }
-  OfAxis entry;
-  for (const int d : mesh_dims) entry.cuts.push_back({d, 1});
-  return entry;
+  CutAxis cut_into_chunks;
+  for (const int d : mesh_dims) cut_into_chunks.cuts.push_back({d, 1});
+  return cut_into_chunks;
 }
 
 Layout AxisLayouts::layout(const std::string& letters, const AxisSizes& sizes, const DType& dtype,
@@ -80,13 +81,13 @@ Layout AxisLayouts::layout(const std::string& letters, const AxisSizes& sizes, c
   ShardOrder order;
   std::vector<Placement> placements;
   for (const char axis : cuts_) {
-    const bool is_due = letters.find(axis) == std::string::npos && operands.find(axis) != std::string::npos;
-    placements.push_back(is_due ? Placement::partial(ReduceOp::kSum) : Placement::replicate());
+    const bool is_pending = letters.find(axis) == std::string::npos && operands.find(axis) != std::string::npos;
+    placements.push_back(is_pending ? Placement::partial(ReduceOp::kSum) : Placement::replicate());
   }
   for (size_t t = 0; t < letters.size(); ++t) {
     shape.push_back(sizes.at(letters[t]));
-    const auto found = by_axis_.find(letters[t]);
-    if (found == by_axis_.end()) continue;
+    const auto found = cut_axes_.find(letters[t]);
+    if (found == cut_axes_.end()) continue;
     const auto& [length, cuts] = found->second;
     for (const Cut& cut : cuts) {
       const CutRule rule = length == shape.back() ? cut.rule : CutRule();
@@ -129,20 +130,20 @@ Layout with_dims(const Layout& layout, const std::vector<int>& dims, const DType
 
 AxisCuts cuts_in_place(const std::string& axes, const Layout& operand, const Layout& weight) {
   const AxisLetters letters = AxisLetters::parse(axes);
-  const auto axis_at = [](const std::string& of, const Placement& placement) {
-    return placement.is_shard_like() ? of.at(static_cast<size_t>(placement.dim)) : kNoAxis;
+  const auto axis_at = [](const std::string& tensor_letters, const Placement& placement) {
+    return placement.is_shard_like() ? tensor_letters.at(static_cast<size_t>(placement.dim)) : kNoAxis;
   };
   AxisCuts cuts;
   for (int d = 0; d < operand.mesh().ndim(); ++d) {
-    const char of_operand = axis_at(letters.operand, operand.placements()[d]);
-    const char of_weight = axis_at(letters.weight, weight.placements()[d]);
+    const char operand_axis = axis_at(letters.operand, operand.placements()[d]);
+    const char weight_axis = axis_at(letters.weight, weight.placements()[d]);
     const auto is_summed = [&](char axis) { return axis != kNoAxis && letters.result.find(axis) == std::string::npos; };
-    if (of_weight != kNoAxis && !is_summed(of_weight)) {
-      cuts.push_back(of_weight);
-    } else if (is_summed(of_weight) && (of_operand == of_weight || of_operand == kNoAxis)) {
-      cuts.push_back(of_weight);
+    if (weight_axis != kNoAxis && !is_summed(weight_axis)) {
+      cuts.push_back(weight_axis);
+    } else if (is_summed(weight_axis) && (operand_axis == weight_axis || operand_axis == kNoAxis)) {
+      cuts.push_back(weight_axis);
     } else {
-      cuts.push_back(is_summed(of_operand) ? kNoAxis : of_operand);
+      cuts.push_back(is_summed(operand_axis) ? kNoAxis : operand_axis);
     }
   }
   return cuts;
@@ -162,12 +163,12 @@ namespace {
 GradientLayouts lay_out_gradients(const ProductProblem& problem, const std::vector<AxisLetters>& letters,
                                   const AxisLayouts& layouts, const std::vector<Layout>& results) {
   const DType& dtype = problem.operand.dtype();
-  std::string others;
-  for (const AxisLetters& product_letters : letters) others += product_letters.result;
+  std::string all_result_letters;
+  for (const AxisLetters& product_letters : letters) all_result_letters += product_letters.result;
   const std::string& operand = letters[0].operand;
-  Layout of_operand = layouts.layout(operand, sizes_of(operand, problem.operand), dtype, others);
-  Layout out = operand_gradient_out(problem.operand, of_operand);
-  GradientLayouts gradients{std::move(of_operand), {}, {}, std::move(out)};
+  Layout operand_gradient = layouts.layout(operand, sizes_of(operand, problem.operand), dtype, all_result_letters);
+  Layout out = operand_gradient_out(problem.operand, operand_gradient);
+  GradientLayouts gradients{std::move(operand_gradient), {}, {}, std::move(out)};
   for (size_t j = 0; j < letters.size(); ++j) {
     const AxisSizes sizes = sizes_of(letters[j].weight, problem.weights[j]);
     gradients.weights.push_back(layouts.layout(letters[j].weight, sizes, dtype, letters[j].result));
@@ -184,8 +185,8 @@ ProductLayouts lay_out(const ProductProblem& problem, const AxisCuts& cuts) {
   AxisLayouts::Known known{{letters[0].operand, problem.operand}};
   for (size_t j = 0; j < letters.size(); ++j) known.emplace_back(letters[j].weight, problem.weights[j]);
   const AxisLayouts layouts(problem.operand.mesh_ptr(), cuts, known);
-  const auto during = [&](const std::string& of, const Layout& layout) {
-    return reuse_if_equal(layout, layouts.layout(of, sizes_of(of, layout), layout.dtype()));
+  const auto during = [&](const std::string& tensor_letters, const Layout& layout) {
+    return reuse_if_equal(layout, layouts.layout(tensor_letters, sizes_of(tensor_letters, layout), layout.dtype()));
   };
   ProductLayouts product_layouts{during(letters[0].operand, problem.operand), {}, {}};
   for (size_t j = 0; j < letters.size(); ++j) {
