@@ -8,19 +8,18 @@ namespace shardwright {
 namespace {
 
 struct Tensor {
-  std::string name;
-  const Layout& layout;
-  const Layout& during;
+  std::string name;      // "x", "w", "y1"
+  const Layout& layout;  // as given or requested
+  const Layout& during;  // while the product computes
 };
 
 std::vector<Tensor> tensors_of(const ProductPlan& plan) {
   const ProductProblem& problem = plan.problem();
   const size_t count = problem.weights.size();
-  const auto name = [&](const char* what, size_t j) { return count == 1 ? what : concat(what, j); };
   std::vector<Tensor> tensors{{"x", problem.operand, plan.layouts().operand}};
   for (size_t j = 0; j < count; ++j) {
-    tensors.push_back({name("w", j), problem.weights[j], plan.layouts().weights[j]});
-    tensors.push_back({name("y", j), problem.results[j], plan.layouts().results[j]});
+    tensors.push_back({numbered("w", j, count), problem.weights[j], plan.layouts().weights[j]});
+    tensors.push_back({numbered("y", j, count), problem.results[j], plan.layouts().results[j]});
   }
   return tensors;
 }

@@ -5,11 +5,6 @@
 #include "support/error.h"
 
 namespace shardwright {
-namespace {
-
-std::string numbered(const char* name, size_t j, size_t count) { return count == 1 ? name : concat(name, j); }
-
-}  // namespace
 
 // Builds one backward, in execution order: gradients of biases, gradients that share one gather of the result's
 // gradient, then the missing gradients of the operand and the weights.
@@ -23,7 +18,7 @@ class ProductPlan::Backward {
         planner_(planner),
         flow_(planner, problem_.schedule),
         count_(problem_.weights.size()),
-        operand_stays_(plan.keeps_gathered() || problem_.operand == plan.layouts_.operand),
+        operand_is_in_place_(plan.keeps_gathered() || problem_.operand == plan.layouts_.operand),
         weight_gradients_(count_, Dataflow::kAbsent) {
     operand_ = flow_.input("x", plan.keeps_gathered() ? plan.layouts_.operand : problem_.operand);
     for (size_t j = 0; j < count_; ++j) weights_.push_back(flow_.input(name("w", j), problem_.weights[j]));
@@ -31,7 +26,7 @@ class ProductPlan::Backward {
     if (request.addend) addend_ = flow_.input("added", *request.addend);
   }
 
-  Dataflow write() {
+  Dataflow build() {
     if (addend_ != Dataflow::kAbsent) addend_ = flow_.move(addend_, layouts_.operand);
     std::vector<int> bias_gradients;
     for (size_t j = 0; j < count_; ++j) {
@@ -43,7 +38,7 @@ class ProductPlan::Backward {
       for (size_t j = 0; j < count_; ++j) gradients_[j] = flow_.move(gradients_[j], layouts_.results[j]);
     }
     if (request_.operand && operand_gradient_ == Dataflow::kAbsent) operand_gradient_ = operand_gradient();
-    find_weight_gradients();
+    add_missing_weight_gradients();
     std::vector<int> outputs{operand_gradient_};
     outputs.insert(outputs.end(), weight_gradients_.begin(), weight_gradients_.end());
     outputs.insert(outputs.end(), bias_gradients.begin(), bias_gradients.end());
@@ -55,6 +50,7 @@ class ProductPlan::Backward {
 
   std::string name(const char* what, size_t j) const { return numbered(what, j, count_); }
 
+  // Return the contractions of result j's gradient and another tensor to the gradient of the operand or the weight.
   Contraction to_operand(size_t j) const {
     const auto& [operand, weight, result] = plan_.letters_[j];
     return Contraction::parse(result + "," + weight + "->" + operand);
@@ -69,24 +65,27 @@ class ProductPlan::Backward {
     return Contraction::parse(operand + "," + result + "->" + weight);
   }
 
-  int finished_weight_gradient(size_t j, int here) { return flow_.move(here, without_sums(problem_.weights[j])); }
+  // Moves a weight's gradient to its layout as an output, and returns it.
+  int move_weight_gradient(size_t j, int gradient) { return flow_.move(gradient, without_sums(problem_.weights[j])); }
 
+  // Returns the gradient of bias j: the sum of the result's gradient over all dims but the last. Ranks sum their parts,
+  // so mesh dims that shard the other dims leave a pending sum, which is then moved to the bias's layout.
   int bias_gradient(size_t j) {
     int dy = gradients_[j];
     const std::vector<Placement>& dy_placements = flow_.layout(dy).placements();
-    const bool is_plain = std::all_of(dy_placements.begin(), dy_placements.end(), [](const Placement& p) {
+    const bool can_sum = std::all_of(dy_placements.begin(), dy_placements.end(), [](const Placement& p) {
       return p.is_replicate() || p.kind == PlacementKind::kShard;
     });
-    if (!is_plain) dy = flow_.move(dy, layouts_.results[j]);
+    if (!can_sum) dy = flow_.move(dy, layouts_.results[j]);
     const Layout layout = flow_.layout(dy);
     const int last = layout.ndim() - 1;
-    const Layout of_last = with_dims(layout, {last}, layout.dtype());
-    std::vector<Placement> placements = of_last.placements();
+    const Layout last_dim = with_dims(layout, {last}, layout.dtype());
+    std::vector<Placement> placements = last_dim.placements();
     for (size_t d = 0; d < placements.size(); ++d) {
-      const Placement& was = layout.placements()[d];
-      if (was.is_shard_like() && was.dim != last) placements[d] = Placement::partial(ReduceOp::kSum);
+      const Placement& placement = layout.placements()[d];
+      if (placement.is_shard_like() && placement.dim != last) placements[d] = Placement::partial(ReduceOp::kSum);
     }
-    const int sum = flow_.sum_rows(dy, with_placements(of_last, std::move(placements)));
+    const int sum = flow_.sum_rows(dy, with_placements(last_dim, std::move(placements)));
     return flow_.move(sum, without_sums(*problem_.biases[j]));
   }
 
@@ -100,11 +99,11 @@ class ProductPlan::Backward {
     return !why_only_serial(gather);
   }
 
-  // One gather serves both products if the operand is in place. Otherwise the gather serves the operand's gradient, and
-  // the gathered gradient is kept for the weight's gradient.
+  // Gathers the result's gradient in chunks, while the operand's gradient is computed from it, and the weight's too if
+  // the operand is in place. Otherwise the gathered gradient is kept for the weight's gradient.
   void gather_gradient() {
-    const bool serves_weight = request_.weights[0] && operand_stays_;
-    const bool keeps = request_.weights[0] && !operand_stays_;
+    const bool serves_weight = request_.weights[0] && operand_is_in_place_;
+    const bool keeps = request_.weights[0] && !operand_is_in_place_;
     GatherMatmul gather{planner_.plan(request_.given[0], layouts_.results[0]), {}, keeps};
     std::vector<int> inputs{gradients_[0]};
     std::vector<Value> outputs;
@@ -125,16 +124,18 @@ class ProductPlan::Backward {
     }
     std::vector<int> values = flow_.multiply(std::move(gather), std::move(inputs), outputs);
     if (keeps) gradients_[0] = values.back();
-    if (serves_weight) weight_gradients_[0] = finished_weight_gradient(0, values.back());
+    if (serves_weight) weight_gradients_[0] = move_weight_gradient(0, values.back());
     if (!request_.operand) return;
-    const int here = addend_ == Dataflow::kAbsent ? values[0] : flow_.add(values[0], addend_);
-    operand_gradient_ = flow_.move(here, layouts_.operand_out);
+    const int sum = addend_ == Dataflow::kAbsent ? values[0] : flow_.add(values[0], addend_);
+    operand_gradient_ = flow_.move(sum, layouts_.operand_out);
   }
 
-  int operand_gradient() {  // hides the weight's move if nothing else moves, else the move of the gradient itself
+  // Returns the operand's gradient. Its product overlaps with the weight's move if nothing else moves, else with the
+  // move of the gradient itself.
+  int operand_gradient() {
     const Layout& target = layouts_.operand_out;
-    const bool weight_stays = problem_.weights[0] == plan_.layouts_.weights[0];
-    if (count_ == 1 && !weight_stays && layouts_.operand == target && addend_ == Dataflow::kAbsent) {
+    const bool weight_is_in_place = problem_.weights[0] == plan_.layouts_.weights[0];
+    if (count_ == 1 && !weight_is_in_place && layouts_.operand == target && addend_ == Dataflow::kAbsent) {
       const auto& [operand, weight, result] = plan_.letters_[0];
       const Contraction axes = Contraction::parse(weight + "," + result + "->" + operand);
       GatherMatmul gather{planner_.plan(problem_.weights[0], plan_.layouts_.weights[0]), {{axes, layouts_.results[0]}}};
@@ -151,13 +152,15 @@ class ProductPlan::Backward {
     return flow_.multiply(std::move(scatter), std::move(inputs), {{"dx", target}})[0];
   }
 
-  void find_weight_gradients() {
+  // Computes the requested weight gradients that gather_gradient did not. Each product overlaps with the move of its
+  // result if the operand is in place; otherwise all of them share the gather of the operand.
+  void add_missing_weight_gradients() {
     std::vector<size_t> missing;
     for (size_t j = 0; j < count_; ++j) {
       if (request_.weights[j] && weight_gradients_[j] == Dataflow::kAbsent) missing.push_back(j);
     }
     if (missing.empty()) return;
-    if (operand_stays_) {
+    if (operand_is_in_place_) {
       for (const size_t j : missing) {
         const Layout target = without_sums(problem_.weights[j]);
         MatmulScatter scatter{planner_.plan(layouts_.weights[j], target),
@@ -177,7 +180,7 @@ class ProductPlan::Backward {
     }
     const std::vector<int> values = flow_.multiply(std::move(gather), std::move(inputs), outputs);
     for (size_t i = 0; i < missing.size(); ++i) {
-      weight_gradients_[missing[i]] = finished_weight_gradient(missing[i], values[i]);
+      weight_gradients_[missing[i]] = move_weight_gradient(missing[i], values[i]);
     }
   }
 
@@ -188,7 +191,7 @@ class ProductPlan::Backward {
   const MovePlanner& planner_;
   DataflowBuilder flow_;
   size_t count_;
-  bool operand_stays_;  // the operand is given, or was kept, in the layout that products need
+  bool operand_is_in_place_;  // the operand is given, or was kept, in the layout that products need
   int operand_ = Dataflow::kAbsent;
   std::vector<int> weights_;
   std::vector<int> gradients_;  // of results; replaced once they are moved
@@ -218,7 +221,7 @@ Dataflow ProductPlan::backward(const GradientRequest& request, PlanCache& cache)
     check_user(!request.biases[j] || problem_.biases[j],
                "gradients must request a bias only of weights that have one, got the bias of weight ", j);
   }
-  return Backward(*this, request, MovePlanner(problem_.context, cache)).write();
+  return Backward(*this, request, MovePlanner(problem_.context, cache)).build();
 }
 
 }  // namespace shardwright

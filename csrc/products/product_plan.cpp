@@ -10,11 +10,13 @@ namespace {
 
 constexpr const char* kLeadNames[] = {"operand", "weight", "result"};
 
-std::string numbered(const char* name, size_t j, size_t count) { return count == 1 ? name : concat(name, j); }
-
 }  // namespace
 
 const char* lead_name(Lead lead) { return kLeadNames[static_cast<int>(lead)]; }
+
+std::string numbered(const char* name, size_t index, size_t num_products) {
+  return num_products == 1 ? name : concat(name, index);
+}
 
 ProductPlan::ProductPlan(ProductProblem problem, PlanCache& cache)
     : problem_(std::move(problem)), layouts_{problem_.operand, {}, {}} {
@@ -27,14 +29,14 @@ ProductPlan::ProductPlan(ProductProblem problem, PlanCache& cache)
   forward_ = plan_forward(planner);
 }
 
-Layout ProductPlan::rows_of(size_t operand, const Layout& layout) const {
-  const AxisLetters& letters = letters_[operand == 0 ? 0 : operand - 1];
-  const std::string& of = operand == 0 ? letters.operand : letters.weight;
-  std::vector<int> rows;
-  for (size_t d = 0; d < of.size(); ++d) {
-    if (letters.result.find(of[d]) != std::string::npos) rows.push_back(static_cast<int>(d));
+Layout ProductPlan::row_scales_layout(size_t tensor, const Layout& layout) const {
+  const AxisLetters& letters = letters_[tensor == 0 ? 0 : tensor - 1];
+  const std::string& tensor_letters = tensor == 0 ? letters.operand : letters.weight;
+  std::vector<int> free_dims;
+  for (size_t d = 0; d < tensor_letters.size(); ++d) {
+    if (letters.result.find(tensor_letters[d]) != std::string::npos) free_dims.push_back(static_cast<int>(d));
   }
-  return with_dims(layout, rows, DType::kFloat32);
+  return with_dims(layout, free_dims, DType::kFloat32);
 }
 
 bool ProductPlan::keeps_gathered() const {
@@ -60,9 +62,9 @@ std::optional<Scaling> ProductPlan::scaling_of(Lead lead, const MovePlanner& pla
   const bool by_row = problem_.scaled_by == ScaledBy::kRow;
   Scaling scaling{by_row, problem_.results[0].dtype()};
   if (by_row && lead == Lead::kOperand) {
-    scaling.plan = planner.plan(rows_of(0, problem_.operand), rows_of(0, layouts_.operand));
+    scaling.plan = planner.plan(row_scales_layout(0, problem_.operand), row_scales_layout(0, layouts_.operand));
   } else if (by_row && lead == Lead::kWeight) {
-    scaling.plan = planner.plan(rows_of(1, problem_.weights[0]), rows_of(1, layouts_.weights[0]));
+    scaling.plan = planner.plan(row_scales_layout(1, problem_.weights[0]), row_scales_layout(1, layouts_.weights[0]));
   }
   return scaling;
 }
@@ -124,8 +126,8 @@ class ProductPlan::Forward {
     }
   }
 
-  Dataflow write() {
-    move_scales();
+  Dataflow build() {
+    move_scales_to_given_rows();
     for (size_t j = 0; j < biases_.size(); ++j) {
       if (biases_[j] != Dataflow::kAbsent) biases_[j] = flow_.move(biases_[j], plan_.bias_layout(j));
     }
@@ -133,7 +135,7 @@ class ProductPlan::Forward {
     for (size_t j = 0; j < weights_.size() && plan_.lead_ != Lead::kWeight; ++j) {
       weights_[j] = flow_.move(weights_[j], plan_.layouts_.weights[j]);
     }
-    move_scales_along();
+    move_scales_to_computed_rows();
     std::vector<int> outputs = multiply();
     for (size_t j = 0; j < weights_.size(); ++j) {
       outputs[j] = flow_.move(outputs[j], problem_.results[j]);
@@ -145,33 +147,36 @@ class ProductPlan::Forward {
   }
 
  private:
+  // Tensor 0 is the operand; tensors 1 and more are the weights.
   const Layout& given(size_t i) const { return i == 0 ? problem_.operand : problem_.weights[i - 1]; }
   const Layout& during(size_t i) const { return i == 0 ? plan_.layouts_.operand : plan_.layouts_.weights[i - 1]; }
   std::string flow_name(size_t i) const { return i == 0 ? "x" : numbered("w", i - 1, problem_.weights.size()); }
 
+  // Returns the layout in which the scales of tensor i are given.
   Layout scale_layout(size_t i) const {
     if (problem_.scaled_by == ScaledBy::kTensor) return with_dims(given(i), {}, DType::kFloat32);
     if (i < problem_.scales.size() && problem_.scales[i]) return *problem_.scales[i];
-    return plan_.rows_of(i, given(i));
+    return plan_.row_scales_layout(i, given(i));
   }
 
-  // Moves the scales to the layouts that the rows of the given operands have.
-  void move_scales() {
+  // Moves row scales to where the rows of their tensors are given.
+  void move_scales_to_given_rows() {
     if (problem_.scaled_by != ScaledBy::kRow) return;
-    for (size_t i = 0; i < scales_.size(); ++i) scales_[i] = flow_.move(scales_[i], plan_.rows_of(i, given(i)));
+    for (size_t i = 0; i < scales_.size(); ++i)
+      scales_[i] = flow_.move(scales_[i], plan_.row_scales_layout(i, given(i)));
   }
 
-  // Moves the scales on to the layouts that the rows have while the product computes, except the scales of the operand
-  // that moves during the product: its program moves them.
-  void move_scales_along() {
+  // Moves row scales to where the rows of their tensors are while the product computes. The product itself moves the
+  // scales of the lead.
+  void move_scales_to_computed_rows() {
     if (problem_.scaled_by != ScaledBy::kRow) return;
     for (size_t i = 0; i < scales_.size(); ++i) {
-      const bool moves_with_it = (plan_.lead_ == Lead::kOperand && i == 0) || (plan_.lead_ == Lead::kWeight && i == 1);
-      if (!moves_with_it) scales_[i] = flow_.move(scales_[i], plan_.rows_of(i, during(i)));
+      const bool is_lead = (plan_.lead_ == Lead::kOperand && i == 0) || (plan_.lead_ == Lead::kWeight && i == 1);
+      if (!is_lead) scales_[i] = flow_.move(scales_[i], plan_.row_scales_layout(i, during(i)));
     }
   }
 
-  // Appends the product. Its inputs begin with the operand that moves in chunks. Returns the outputs.
+  // Appends the product and returns its outputs.
   std::vector<int> multiply() {
     const Lead lead = plan_.lead_;
     std::vector<int> inputs{operand_};
@@ -201,6 +206,6 @@ class ProductPlan::Forward {
   std::vector<int> scales_;
 };
 
-Dataflow ProductPlan::plan_forward(const MovePlanner& planner) const { return Forward(*this, planner).write(); }
+Dataflow ProductPlan::plan_forward(const MovePlanner& planner) const { return Forward(*this, planner).build(); }
 
 }  // namespace shardwright

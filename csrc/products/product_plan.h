@@ -1,15 +1,21 @@
-// The plan of a product of placed tensors, forward and backward: the axes that are cut while it computes, the moves,
+// The plan of a product of sharded tensors, forward and backward: the axes that are cut while it computes, the moves,
 // the move that overlaps with the product, and the gradients.
 //
-// The cuts (product_layouts.h) determine the layouts of operand, weights and results while the product computes, and
-// these determine what must be moved before and after it. One of the moves, the lead, goes in chunks and overlaps with
-// the product (matmul.h): of the moves that can be chunked, the one that is predicted to take longest. The others are
-// separate redistributes. The backward keeps the cuts. A gradient of a result that must be gathered is gathered once
-// for both products that need it. Sums of the operand's gradient are scattered while their product runs. An operand
-// that was gathered is gathered again while the product for the weight's gradient runs, unless it was kept.
+// The cuts (product_layouts.h) determine the layouts of operand, weights and results while the product computes. These
+// determine the moves before and after it. One of the moves goes in chunks and overlaps with the product (matmul.h);
+// the tensor that it moves is the lead. It is the longest of the moves that can be chunked. The other moves are
+// separate redistributes.
 //
-// A plan is a function of the problem alone, whose context holds the tables and the pinned plans. So are its forward
-// and each backward, whenever it is requested.
+// The backward keeps the cuts. A gradient of a result that must be gathered is gathered once for both products that
+// need it. Sums of the operand's gradient are scattered while their product runs. An operand that was gathered is
+// gathered again while the product for the weight's gradient runs, unless it was kept.
+//
+//   "mk,kn->mn" over 4 ranks, x [S(0)], w [S(1)], y [S(1)]: the cut is n, and the lead is x, whose rows are gathered.
+//     forward    y = move x to [R], times w
+//     backward   dx = dy times w, move it to [S(0)]
+//                dw = move x to [R], times dy
+//
+// A plan depends only on the problem, whose context holds the tables and the pinned plans.
 #pragma once
 
 #include <string>
@@ -20,17 +26,21 @@
 
 namespace shardwright {
 
+// The tensor whose move goes in chunks and overlaps with the product.
 enum class Lead : uint8_t { kOperand, kWeight, kResult };
 
 const char* lead_name(Lead lead);  // "operand", "weight" or "result"
 
-// The inputs of a backward, and which gradients it computes.
+// Returns `name` if there is one product, else the name and the product's index: "w1".
+std::string numbered(const char* name, size_t index, size_t num_products);
+
+// The inputs of a backward, and the gradients that it computes.
 struct GradientRequest {
   std::vector<Layout> given;  // layouts of the results' gradients
   bool operand = true;
   std::vector<bool> weights;  // by weight
   std::vector<bool> biases;   // by weight; false where there is no bias
-  // The layout of a gradient that is added to the operand's, if there is one. It is the gradient of another use of the
+  // The layout of a gradient that is added to the operand's, if there is one: the gradient from another use of the
   // operand.
   std::optional<Layout> addend = std::nullopt;
 
@@ -39,8 +49,8 @@ struct GradientRequest {
 
 class ProductPlan {
  public:
-  // Chooses cuts and lead, and plans the forward. Throws UserError if the problem is inconsistent (check), if a move is
-  // one that PyTorch does not define, and if the requested schedule is not possible.
+  // Chooses cuts and lead, and plans the forward. Throws UserError if the problem is inconsistent (check), if PyTorch
+  // does not define one of the moves, or if the requested schedule is not possible.
   ProductPlan(ProductProblem problem, PlanCache& cache);
 
   const ProductProblem& problem() const { return problem_; }
@@ -48,27 +58,29 @@ class ProductPlan {
   Lead lead() const { return lead_; }
   // The layouts while the product computes.
   const ProductLayouts& layouts() const { return layouts_; }
-  // True if the forward also returns the moved operand, which the backward then takes as its input.
+  // True if the forward also returns the gathered operand, which the backward then takes instead of the operand.
   bool keeps_gathered() const;
 
-  // Inputs: the operand, the weights, the biases of those weights that have one, the scales of operand and weights.
-  // Outputs: the results, then the moved operand if it is kept.
+  // Inputs: the operand, the weights, the biases that exist, the scales of operand and weights. Outputs: the results,
+  // then the gathered operand if it is kept.
   const Dataflow& forward() const { return forward_; }
 
-  // Inputs: the operand (the moved one if it is kept), the weights, the gradients of the results, then the addend if
-  // there is one. Outputs: the gradient of the operand (in GradientLayouts::operand_out), then of each weight, then of
-  // each bias, in the layouts of weights and biases with R for pending sums. There is an output for every weight and
-  // bias, kAbsent if its gradient was not requested. Throws UserError for scaled products, which have no gradients, and
-  // if the request does not match the problem.
+  // Returns the list that computes the requested gradients. Inputs: the operand (the gathered one if it is kept), the
+  // weights, the gradients of the results, then the addend if there is one. Outputs: the gradient of the operand (in
+  // GradientLayouts::operand_out), then of each weight, then of each bias, in the layouts of weights and biases with R
+  // for pending sums. Outputs that were not requested are kAbsent. Throws UserError for scaled products, which have no
+  // gradients, and if the request does not match the problem.
   Dataflow backward(const GradientRequest& request, PlanCache& cache) const;
 
   // Returns a request for every gradient, with the gradients of results in the layouts of the results (R for pending
   // sums).
   GradientRequest all_gradients() const;
 
-  // Returns the layout of the row scales of the operand (0) or of a weight (1, ...) whose layout is `layout`.
-  Layout rows_of(size_t operand, const Layout& layout) const;
+  // Returns the layout of a tensor's row scales, sharded like its rows. The tensor is the operand (0) or a weight (1
+  // and more), in the layout `layout`.
+  Layout row_scales_layout(size_t tensor, const Layout& layout) const;
 
+  // Describe the layouts, the forward, and the backward with all gradients.
   std::string to_string(PlanCache& cache) const;
   std::string to_json(PlanCache& cache) const;
 
@@ -76,11 +88,13 @@ class ProductPlan {
   class Forward;
   class Backward;
 
+  // True if the forward's product adds bias j itself.
   bool fuses_bias(size_t j) const;
-  Layout bias_layout(size_t j) const;
+  Layout bias_layout(size_t j) const;  // of the bias when it is added
+  // Return the scaling, and the product with its overlapped move, that the forward has with this lead.
   std::optional<Scaling> scaling_of(Lead lead, const MovePlanner& planner) const;
-  Lead choose_lead(const MovePlanner& planner) const;
   Matmul forward_matmul(Lead lead, const MovePlanner& planner) const;
+  Lead choose_lead(const MovePlanner& planner) const;
   Dataflow plan_forward(const MovePlanner& planner) const;
 
   ProductProblem problem_;

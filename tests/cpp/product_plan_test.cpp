@@ -139,7 +139,8 @@ Tensors tensors_of(const ProductPlan& plan, std::mt19937& random) {
   for (size_t i = 0; i <= problem.weights.size() && problem.scaled_by != ScaledBy::kNothing; ++i) {
     const Layout& of = i == 0 ? problem.operand : problem.weights[i - 1];
     const bool by_row = problem.scaled_by == ScaledBy::kRow;
-    made.scales.push_back(random_dense(by_row ? plan.rows_of(i, of).shape() : std::vector<int64_t>{}, random));
+    made.scales.push_back(
+        random_dense(by_row ? plan.row_scales_layout(i, of).shape() : std::vector<int64_t>{}, random));
   }
   return made;
 }
@@ -248,7 +249,7 @@ TEST(ProductPlan, RunsForwardAndBackwardOnAllRanks) {
       for (size_t i = 0; i <= problem.weights.size(); ++i) {
         const Layout& of = i == 0 ? problem.operand : problem.weights[i - 1];
         problem.scales.emplace_back();
-        if (source.pick(0, 1) == 1) problem.scales[i] = source.elsewhere(rows.rows_of(i, of), false);
+        if (source.pick(0, 1) == 1) problem.scales[i] = source.elsewhere(rows.row_scales_layout(i, of), false);
       }
     }
     const ProductPlan plan(product_problem_from_bytes(to_bytes(problem)), cache);
