@@ -22,25 +22,25 @@ constexpr std::string_view kRows = "abcdefghij";
 const char* function_name(ProductFunction function) { return kFunctionNames[static_cast<int>(function)]; }
 
 // Returns the name that torch prints: "torch.float32".
-std::string text(const DType& dtype) { return concat("torch.", dtype.name()); }
+std::string torch_name(const DType& dtype) { return concat("torch.", dtype.name()); }
 
 // Returns "(3, 5)", "(4,)" or "()".
 std::string tuple_text(const std::vector<int64_t>& shape) {
   return concat("(", join(shape), shape.size() == 1 ? ",)" : ")");
 }
 
-// Checks the arguments in one pass, and stores the facts that it derives.
+// Makes the problem from arguments. Checks store the facts that later checks need, in the order of make().
 class ProblemMaker {
  public:
   explicit ProblemMaker(const ProductArguments& arguments) : given_(arguments), result_dtype_(arguments.x.dtype) {}
 
   ProductProblem make() {
-    check_numbers();
+    check_counts();
     check_scales();
     check_x();
-    for (const GivenTensor& weight : given_.weights) check_kind(weight);
+    for (const GivenTensor& weight : given_.weights) check_is_like_x(weight);
     for (const auto& bias : given_.biases) {
-      if (bias) check_kind(*bias);
+      if (bias) check_is_like_x(*bias);
     }
     dim_ = dim_of_x();
     for (const GivenTensor& weight : given_.weights) check_weight(weight);
@@ -55,7 +55,7 @@ class ProblemMaker {
   size_t k_dim() const { return is_linear() ? 1 : 0; }
   const GivenTensor& operand(size_t i) const { return i == 0 ? given_.x : given_.weights[i - 1]; }
 
-  void check_numbers() const {
+  void check_counts() const {
     check_argument(!given_.weights.empty(), "weights", "a list of at least one weight", "none");
     check_user(given_.biases.size() == given_.weights.size(), "biases must have one entry for each of ",
                given_.weights.size(), " weights, got ", given_.biases.size());
@@ -71,9 +71,9 @@ class ProblemMaker {
     const std::string names = is_gather() ? "weight_scales" : "weight_scale";
     if (!has_scales()) {
       check_argument(!given_.out_dtype, "out_dtype", "None without scales, because the result has the dtype of x",
-                     text(given_.out_dtype.value_or(DType::kFloat32)));
+                     torch_name(given_.out_dtype.value_or(DType::kFloat32)));
       check_user(!takes_scales(given_.x.dtype), "x_scale must be given together with ", names, " for x of ",
-                 text(given_.x.dtype), ", got None");
+                 torch_name(given_.x.dtype), ", got None");
       return;
     }
     const bool has_all = std::all_of(given_.scales.begin(), given_.scales.end(), [](const auto& s) { return !!s; });
@@ -84,13 +84,13 @@ class ProblemMaker {
                given_.weights.size(), " weights, got ", given_.scales.size() - 1);
     result_dtype_ = given_.out_dtype.value_or(DType::kBFloat16);
     check_argument(is_scaled_result(result_dtype_), "out_dtype", "torch.bfloat16 or torch.float32 with scales",
-                   text(result_dtype_));
+                   torch_name(result_dtype_));
     check_scaled_operands();
     check_user(!given_.requires_grad,
                "requires_grad of x, weights, biases and scales must be False with scales, got True. Products of 8-bit "
                "floats have no gradients");
     for (size_t i = 0; i < given_.scales.size(); ++i) {
-      if (is_by_row(*given_.scales[i], operand(i), i == 0 ? given_.x.shape.size() - 1 : k_dim())) {
+      if (check_is_by_row(*given_.scales[i], operand(i), i == 0 ? given_.x.shape.size() - 1 : k_dim())) {
         scaled_by_ = ScaledBy::kRow;
       } else if (scaled_by_ == ScaledBy::kNothing) {
         scaled_by_ = ScaledBy::kTensor;
@@ -106,23 +106,24 @@ class ProblemMaker {
     for (size_t i = 0; i <= given_.weights.size(); ++i) {
       const GivenTensor& tensor = operand(i);
       check_user(takes_scales(tensor.dtype), tensor.name,
-                 " must have dtype torch.float8_e4m3fn or torch.float8_e5m2 with scales, got ", text(tensor.dtype));
+                 " must have dtype torch.float8_e4m3fn or torch.float8_e5m2 with scales, got ",
+                 torch_name(tensor.dtype));
       const bool are_both_e5m2 = tensor.dtype == DType::kFloat8E5M2 && given_.x.dtype == DType::kFloat8E5M2;
       check_user(i == 0 || !are_both_e5m2, tensor.name,
-                 " must have dtype torch.float8_e4m3fn if x has torch.float8_e5m2, got ", text(tensor.dtype));
+                 " must have dtype torch.float8_e4m3fn if x has torch.float8_e5m2, got ", torch_name(tensor.dtype));
     }
     for (const auto& bias : given_.biases) {
       if (!bias) continue;
-      check_user(bias->dtype == result_dtype_, bias->name, " must have the dtype of the result (", text(result_dtype_),
-                 "), got ", text(bias->dtype));
+      check_user(bias->dtype == result_dtype_, bias->name, " must have the dtype of the result (",
+                 torch_name(result_dtype_), "), got ", torch_name(bias->dtype));
     }
   }
 
-  // True if the scale has one value per row. The number of dims decides, not the number of elements, because ranks hold
-  // different numbers of rows.
-  static bool is_by_row(const GivenTensor& scale, const GivenTensor& operand, size_t k_dim) {
+  // Checks a scale and returns true if it has one value for each row of its operand. The number of dims decides, not
+  // the number of elements, because ranks hold different numbers of rows.
+  static bool check_is_by_row(const GivenTensor& scale, const GivenTensor& operand, size_t k_dim) {
     check_user(scale.dtype == DType::kFloat32 && scale.device == operand.device, scale.name,
-               " must be torch.float32 on ", operand.device, ", got ", text(scale.dtype), " on ", scale.device);
+               " must be torch.float32 on ", operand.device, ", got ", torch_name(scale.dtype), " on ", scale.device);
     if (scale.layout) {
       check_user(operand.layout && operand.layout->mesh() == scale.layout->mesh(), scale.name,
                  " must be on the mesh of its operand, got ", scale.layout->mesh());
@@ -158,12 +159,13 @@ class ProblemMaker {
     check_argument(!is_linear() || given_.x.layout, "x", "a DTensor", "a Tensor");
     const bool is_float = given_.x.dtype.kind() == DTypeKind::kFloat;
     check_user(is_float || scaled_by_ != ScaledBy::kNothing, "x must have a floating dtype, got ",
-               text(given_.x.dtype));
+               torch_name(given_.x.dtype));
     check_user(ndim() >= 1 && ndim() <= static_cast<int64_t>(kRows.size()), "x must have 1 to ", kRows.size(),
                " dims, got ", ndim());
   }
 
-  void check_kind(const GivenTensor& tensor) const {
+  // Checks that a weight or bias is a plain tensor or a DTensor as x is, on the same mesh.
+  void check_is_like_x(const GivenTensor& tensor) const {
     const GivenTensor& x = given_.x;
     if (!x.layout) {
       check_argument(!tensor.layout, tensor.name, "a plain tensor, like x", "a DTensor");
@@ -173,7 +175,7 @@ class ProblemMaker {
     check_user(tensor.layout->mesh() == x.layout->mesh(), tensor.name, " must be on the mesh of x (", x.layout->mesh(),
                "), got ", tensor.layout->mesh());
     check_user(tensor.dtype == x.dtype || scaled_by_ != ScaledBy::kNothing, tensor.name, " must have the dtype of x (",
-               text(x.dtype), "), got ", text(tensor.dtype));
+               torch_name(x.dtype), "), got ", torch_name(tensor.dtype));
   }
 
   void check_weight(const GivenTensor& weight) const {
@@ -183,10 +185,11 @@ class ProblemMaker {
     check_user(fits, weight.name, " must have shape (", is_linear() ? "out_features, " : "", x.shape.back(),
                is_linear() ? ")" : ", n)", " for x of shape ", tuple_text(x.shape), ", got ", tuple_text(weight.shape));
     const bool has_dtype = weight.dtype == x.dtype || scaled_by_ != ScaledBy::kNothing;
-    check_user(has_dtype && weight.device == x.device, weight.name, " must be ", text(x.dtype), " on ", x.device,
-               ", like x, got ", text(weight.dtype), " on ", weight.device);
+    check_user(has_dtype && weight.device == x.device, weight.name, " must be ", torch_name(x.dtype), " on ", x.device,
+               ", like x, got ", torch_name(weight.dtype), " on ", weight.device);
   }
 
+  // Returns the non-negative gather_dim or scatter_dim, or nullopt if none was given.
   std::optional<int64_t> dim_of_x() const {
     if (!given_.dim || (is_gather() && given_.x.layout)) return std::nullopt;
     check_argument(*given_.dim >= -ndim() && *given_.dim < ndim(), is_gather() ? "gather_dim" : "scatter_dim",
@@ -194,6 +197,7 @@ class ProblemMaker {
     return *given_.dim < 0 ? *given_.dim + ndim() : *given_.dim;
   }
 
+  // Returns the contraction of x and a weight of shape (n, k) or (k, n): "abk,nk->abn" for x of three dims.
   std::string axes(bool is_weight_nk) const {
     const std::string rows(kRows.substr(0, static_cast<size_t>(ndim() - 1)));
     return concat(rows, "k,", is_weight_nk ? "nk" : "kn", "->", rows, "n");
@@ -243,7 +247,8 @@ class ProblemMaker {
     return placements;
   }
 
-  // Returns the layout of a scale by row, without its summed dim of size 1, or nullopt for plain tensors and vectors.
+  // Returns the layout of row scales without their summed dim, whose size is 1, or nullopt for plain tensors and
+  // vectors.
   std::optional<Layout> layout_of_rows(size_t i) const {
     const GivenTensor& scale = *given_.scales[i];
     if (!scale.layout || scale.shape.size() < 2) return std::nullopt;
@@ -257,7 +262,7 @@ class ProblemMaker {
 
   // ---- plain tensors
 
-  // Describes plain tensors as layouts on a mesh of one dim, "group".
+  // Gives plain tensors layouts on a mesh of one dim, "group".
   ProductProblem of_plain_tensors() const {
     const auto mesh = std::make_shared<Mesh>(std::vector<std::string>{"group"}, std::vector<int64_t>{given_.num_ranks});
     const auto make_layout = [&](std::vector<int64_t> shape, const DType& dtype, std::optional<int64_t> cut,
@@ -267,17 +272,18 @@ class ProblemMaker {
     };
     std::vector<int64_t> shape = given_.x.shape;
     const int64_t cut = is_gather() ? *dim_ : ndim() - 1;
-    shape[cut] = given_.sizes.empty() ? total(given_.size, given_.x.shape[cut], "size",
-                                              is_gather() ? concat("the length of dim ", cut, " of x")
-                                                          : "the length of the last dim of x")
+    shape[cut] = given_.sizes.empty() ? global_length(given_.size, given_.x.shape[cut], "size",
+                                                      is_gather() ? concat("the length of dim ", cut, " of x")
+                                                                  : "the length of the last dim of x")
                                       : sum_of_sizes(given_.x.shape[cut]);
     const CutRule by_size = given_.sizes.empty() ? CutRule() : CutRule::ragged(given_.sizes);
     ProductProblem problem{{}, make_layout(shape, given_.x.dtype, cut, by_size), {}, {}, {}};
     for (size_t j = 0; j < given_.weights.size(); ++j) {
       const GivenTensor& weight = given_.weights[j];
       const bool is_transposed = weight.is_transposed;
-      const int64_t columns =
-          is_gather() ? total(columns_of(j), weight.shape[1], "columns", "the number of columns") : weight.shape[1];
+      const int64_t columns = is_gather()
+                                  ? global_length(columns_of(j), weight.shape[1], "columns", "the number of columns")
+                                  : weight.shape[1];
       std::vector<int64_t> weight_shape{shape.back(), columns};
       if (is_transposed) std::swap(weight_shape[0], weight_shape[1]);
       problem.axes.push_back(axes(is_transposed));
@@ -304,35 +310,37 @@ class ProblemMaker {
     return given_.columns[j];
   }
 
-  // Returns the global length of a dim. `here` is the length of this rank's part.
-  int64_t total(const std::optional<int64_t>& value, int64_t here, const char* argument,
-                const std::string& what) const {
+  // Returns the global length of a dim: the value of the argument, or the local length if there is one rank. Checks
+  // that torch.chunk gives this rank the local length of it.
+  int64_t global_length(const std::optional<int64_t>& value, int64_t local_length, const char* argument,
+                        const std::string& meaning) const {
     const int64_t ranks = given_.num_ranks;
-    check_user(value || ranks == 1, argument, " must be ", what, " over all ", ranks,
-               " ranks for plain tensors, got None. Pass ", saturating_product(here, ranks),
+    check_user(value || ranks == 1, argument, " must be ", meaning, " over all ", ranks,
+               " ranks for plain tensors, got None. Pass ", saturating_product(local_length, ranks),
                " if all ranks have parts of the same size");
-    const int64_t all = value.value_or(here);
-    const int64_t chunk = all < 0 ? 0 : all / ranks + (all % ranks > 0 ? 1 : 0);
-    const int64_t expected = std::clamp<int64_t>(all - given_.rank * chunk, 0, chunk);
-    check_user(all >= 0 && (expected == here || !given_.checks_parts), argument,
-               " must be a total of which torch.chunk gives ", here, " to rank ", given_.rank, " of ", ranks, ", got ",
-               all, ", which gives ", expected);
-    return all;
+    const int64_t length = value.value_or(local_length);
+    const int64_t chunk = length < 0 ? 0 : length / ranks + (length % ranks > 0 ? 1 : 0);
+    const int64_t expected = std::clamp<int64_t>(length - given_.rank * chunk, 0, chunk);
+    check_user(length >= 0 && (expected == local_length || !given_.checks_parts), argument,
+               " must be a total of which torch.chunk gives ", local_length, " to rank ", given_.rank, " of ", ranks,
+               ", got ", length, ", which gives ", expected);
+    return length;
   }
 
-  int64_t sum_of_sizes(int64_t here) const {
+  // Returns the global length of a dim whose lengths on all ranks are given.
+  int64_t sum_of_sizes(int64_t local_length) const {
     const auto ranks = static_cast<size_t>(given_.num_ranks);
     check_user(given_.sizes.size() == ranks, "size must have one length for each of ", ranks, " ranks, got ",
                given_.sizes.size());
-    int64_t all = 0;
+    int64_t sum = 0;
     for (const int64_t size : given_.sizes) {
       check_user(size >= 0, "size must have lengths of at least 0, got ", size);
-      all = saturating_sum(all, size);
+      sum = saturating_sum(sum, size);
     }
     const int64_t expected = given_.sizes[static_cast<size_t>(given_.rank)];
-    check_user(expected == here || !given_.checks_parts, "size must have the length of the part of rank ", given_.rank,
-               " (", here, "), got ", expected);
-    return all;
+    check_user(expected == local_length || !given_.checks_parts, "size must have the length of the part of rank ",
+               given_.rank, " (", local_length, "), got ", expected);
+    return sum;
   }
 
   void check_part(const GivenTensor& bias, const Layout& layout) const {
@@ -344,7 +352,7 @@ class ProblemMaker {
   const ProductArguments& given_;
   ScaledBy scaled_by_ = ScaledBy::kNothing;
   DType result_dtype_;
-  std::optional<int64_t> dim_;
+  std::optional<int64_t> dim_;  // set by dim_of_x()
 };
 
 }  // namespace

@@ -1,7 +1,7 @@
-// The arguments of a product as a caller gives them, and the problem that they describe.
+// The arguments of a product function, and the problem that they describe.
 //
-// Tensors are described, not held, because their elements are not needed. Plain tensors are this rank's parts of
-// tensors in one process group; the function that is called determines their layouts. DTensors have their own layouts.
+// Tensors are described by shape, dtype and layout; their elements are not needed. Plain tensors are this rank's parts
+// of tensors in one process group; the function that is called determines their layouts. DTensors have their own.
 #pragma once
 
 #include <cstdint>
@@ -23,12 +23,12 @@ struct GivenTensor {
 };
 
 // True if a matrix (k, n) with these strides is a view of a contiguous (n, k), such as `linear.weight.t()`. Such a view
-// is multiplied without a copy. Ranks may get different answers: users may transpose on some ranks only, and the
-// strides of a single row do not tell. So schedules and messages, on which ranks must agree, do not depend on it, and
-// debug modes compare operands_text (matmul.h).
+// is multiplied without a copy. Ranks may get different answers: users may transpose on some ranks only, and a matrix
+// with k = 1 has the same strides either way. So schedules and messages, on which ranks must agree, do not depend on
+// the answer, and debug modes compare operands_text (matmul.h), which does not either.
 bool is_transposed(const std::vector<int64_t>& shape, const std::vector<int64_t>& strides);
 
-// The operands. x has the shape (..., k), the result (..., n).
+// The function that is called. x has the shape (..., k), the result (..., n).
 //
 //   function   weight   plain tensors                                             DTensors
 //   kLinear    (n, k)   none                                                      any placements; the cuts are free
@@ -51,9 +51,9 @@ struct ProductArguments {
   std::optional<std::vector<Placement>> placements = std::nullopt;  // of the results; DTensors only
   std::optional<int64_t> dim = std::nullopt;                        // gather_dim or scatter_dim; negative: from the end
 
-  // For plain tensors: the global length of the cut dim of x, which no rank can derive alone.
+  // For plain tensors: the global length of the sharded dim of x, which no rank can derive alone.
   std::optional<int64_t> size = std::nullopt;
-  std::vector<int64_t> sizes = {};                   // lengths by rank, if that dim is not cut as torch.chunk cuts
+  std::vector<int64_t> sizes = {};  // the lengths of all ranks' parts, if torch.chunk would give others
   std::vector<std::optional<int64_t>> columns = {};  // global number of columns, by weight
   int64_t rank = 0;
   int64_t num_ranks = 1;

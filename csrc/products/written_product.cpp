@@ -6,9 +6,9 @@ namespace shardwright {
 
 ProductProblem problem_of(const WrittenProduct& written) {
   const AxisLetters letters = AxisLetters::parse(written.axes);
-  const auto layout = [&](const std::string& of, std::vector<Placement> placements) {
+  const auto layout = [&](const std::string& tensor_letters, std::vector<Placement> placements) {
     std::vector<int64_t> shape;
-    for (const char axis : of) {
+    for (const char axis : tensor_letters) {
       const auto found = written.sizes.find(axis);
       check_user(found != written.sizes.end(), "sizes must have one size for each axis of ", written.axes,
                  ", got none for '", axis, "'");

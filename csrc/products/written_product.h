@@ -1,4 +1,4 @@
-// A product as written on a command line: axes with their sizes, and the placements of each tensor.
+// A product as written on a command line, and the problem that it describes.
 #pragma once
 
 #include <string>
@@ -17,7 +17,7 @@ struct WrittenProduct {
   std::string operand;
   std::vector<std::string> weights;
   std::vector<std::string> biases;   // by weight; empty: no biases
-  std::vector<std::string> results;  // by weight; empty: placements that need no move of the result
+  std::vector<std::string> results;  // by weight; empty: where the product leaves them (placements_in_place)
 };
 
 // Returns the problem; the caller sets its schedule, its context and keeps_gathered. Throws UserError if an axis has no
