@@ -15,13 +15,14 @@ std::string text(const std::vector<SendReceive::Message>& messages) {
   return join(parts, " ");
 }
 
+// Returns "1x8/2 heads, 16x32x64 to 128": batch x heads / heads of keys, rows x columns x depth to depth of values.
 std::string text(const AttendSizes& s) {
   return concat(s.batch, "x", s.heads, s.kv_heads == s.heads ? "" : concat("/", s.kv_heads), " heads, ", s.rows, "x",
                 s.columns, "x", s.depth, s.value_depth == s.depth ? "" : concat(" to ", s.value_depth));
 }
 
 // Returns the words before "pairs" in the text of a block product.
-const char* name_of(BlockShape shape) {
+const char* amount_text(BlockShape shape) {
   switch (shape) {
     case BlockShape::kSkip:
       return "no";
@@ -41,7 +42,7 @@ std::string text(const Heads& h) { return concat("b", h.buffer, "[", h.offset, "
 template <typename Product>
 std::string text_of_product(const char* verb, const Product& o) {
   return concat(verb, " ", text(o.sizes), " ", text(o.q), " to ",
-                name_of(shape_of(o.band, o.sizes.rows, o.sizes.columns)), " pairs of ", text(o.k), ", ", text(o.v),
+                amount_text(shape_of(o.band, o.sizes.rows, o.sizes.columns)), " pairs of ", text(o.k), ", ", text(o.v),
                 o.mask ? concat(" under b", o.mask->buffer, "[", o.mask->offset, "]") : "");
 }
 

@@ -198,8 +198,8 @@ concept IsCompute =
 template <typename T>
 concept IsTransfer = IsOneOf<T, AllGather, ReduceScatter, AllReduce, AllToAll, SendReceive, Offer, Fetch>;
 
-bool is_communication(const Operation& operation);  // true if it is a transfer
-// Returns the index of the group in which a transfer communicates; nothing for other operations.
+bool is_communication(const Operation& operation);  // true for a transfer, false for a Wait
+// Returns the index of the group in which a transfer communicates; nullopt for other operations.
 std::optional<int> group_of(const Operation& operation);
 std::string to_string(const Operation& operation);  // its text in listings
 // Returns the buffers that an operation reads or writes; none for a Wait.

@@ -11,7 +11,7 @@ class Accesses {
   void read(const BufferRange& range) { add({range.buffer, range.offset, range.offset + range.count, false}); }
   void write(const BufferRange& range) { add({range.buffer, range.offset, range.offset + range.count, true}); }
 
-  // Adds the range from the first element of a box with these strides to the last.
+  // Adds one range that spans all elements of a box with these strides.
   void add_box(BufferId buffer, int64_t offset, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides,
                bool writes) {
     Access access{buffer, offset, offset + 1, writes};
@@ -23,14 +23,14 @@ class Accesses {
     add(access);
   }
 
-  // Adds one range that spans all `others`. Converts it from elements of `counted_bytes` to the buffer's elements of
-  // `item_bytes`.
-  void add_merged(const Accesses& others, int64_t counted_bytes, int64_t item_bytes) {
-    if (others.all_.empty()) return;
-    Access access = others.all_.front();
-    for (const Access& other : others.all_) {
-      access.begin = std::min(access.begin, other.begin);
-      access.end = std::max(access.end, other.end);
+  // Adds one range that spans all accesses of `boxes`. Converts it from elements of `counted_bytes` to the buffer's
+  // elements of `item_bytes`.
+  void add_span(const Accesses& boxes, int64_t counted_bytes, int64_t item_bytes) {
+    if (boxes.all_.empty()) return;
+    Access access = boxes.all_.front();
+    for (const Access& box : boxes.all_) {
+      access.begin = std::min(access.begin, box.begin);
+      access.end = std::max(access.end, box.end);
     }
     access.begin = access.begin * counted_bytes / item_bytes;
     access.end = (access.end * counted_bytes + item_bytes - 1) / item_bytes;
@@ -55,8 +55,8 @@ void add(Accesses& accesses, const Program& program, const Copy& copy) {
     read.add_box(copy.src, box.src_offset, box.sizes, box.src_strides, false);
     written.add_box(copy.dst, box.dst_offset, box.sizes, box.dst_strides, true);
   }
-  accesses.add_merged(read, program.src_dtype(copy).size_bytes(), program.dtype_of(copy.src).size_bytes());
-  accesses.add_merged(written, program.dst_dtype(copy).size_bytes(), program.dtype_of(copy.dst).size_bytes());
+  accesses.add_span(read, program.src_dtype(copy).size_bytes(), program.dtype_of(copy.src).size_bytes());
+  accesses.add_span(written, program.dst_dtype(copy).size_bytes(), program.dtype_of(copy.dst).size_bytes());
 }
 
 void add(Accesses& accesses, const Gemm& gemm) {
@@ -145,7 +145,7 @@ void add(Accesses& accesses, const Accumulate& o) {
 }
 
 // A range of a buffer that an earlier instruction read or wrote.
-struct Touch {
+struct PastAccess {
   int instruction = -1;
   int64_t begin = 0;
   int64_t end = 0;
@@ -153,15 +153,14 @@ struct Touch {
 
 // All earlier accesses of a buffer by compute instructions and Waits.
 struct History {
-  std::vector<Touch> reads;
-  std::vector<Touch> writes;
+  std::vector<PastAccess> reads;
+  std::vector<PastAccess> writes;
 };
 
-// Returns the last of the instructions later than `after` that touched elements of the access; `after` if there is
-// none.
-int last_overlap(const std::vector<Touch>& touches, const Access& access, int after) {
-  for (auto touch = touches.rbegin(); touch != touches.rend() && touch->instruction > after; ++touch) {
-    if (touch->begin < access.end && access.begin < touch->end) return touch->instruction;
+// Returns the last instruction later than `after` whose past access overlaps with `access`; `after` if there is none.
+int last_overlap(const std::vector<PastAccess>& past, const Access& access, int after) {
+  for (auto other = past.rbegin(); other != past.rend() && other->instruction > after; ++other) {
+    if (other->begin < access.end && access.begin < other->end) return other->instruction;
   }
   return after;
 }
@@ -170,7 +169,7 @@ int last_overlap(const std::vector<Touch>& touches, const Access& access, int af
 
 std::vector<Access> accesses_of(const Program& program, const Operation& operation) {
   Accesses accesses;
-  const auto from_to = [&](const auto& o) {
+  const auto read_src_write_dst = [&](const auto& o) {
     accesses.read(o.src);
     accesses.write(o.dst);
   };
@@ -179,13 +178,13 @@ std::vector<Access> accesses_of(const Program& program, const Operation& operati
       [&](const Attend& o) { add(accesses, o); }, [&](const AttendBackward& o) { add(accesses, o); },
       [&](const Merge& o) { add(accesses, o); }, [&](const Accumulate& o) { add(accesses, o); },
       [&](const FillZero& o) { accesses.write(o.dst); }, [&](const Divide& o) { accesses.write(o.dst); },
-      [&](const Power& o) { from_to(o); }, [&](const Cast& o) { from_to(o); },
+      [&](const Power& o) { read_src_write_dst(o); }, [&](const Cast& o) { read_src_write_dst(o); },
       [&](const Reduce& o) {
         for (const BufferRange& part : o.parts) accesses.read(part);
         accesses.write(o.dst);
       },
-      [&](const AllGather& o) { from_to(o); }, [&](const ReduceScatter& o) { from_to(o); },
-      [&](const AllReduce& o) { accesses.write(o.data); }, [&](const AllToAll& o) { from_to(o); },
+      [&](const AllGather& o) { read_src_write_dst(o); }, [&](const ReduceScatter& o) { read_src_write_dst(o); },
+      [&](const AllReduce& o) { accesses.write(o.data); }, [&](const AllToAll& o) { read_src_write_dst(o); },
       [&](const SendReceive& o) {
         for (const auto& message : o.sends) accesses.read(message.range);
         for (const auto& message : o.receives) accesses.write(message.range);

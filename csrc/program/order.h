@@ -36,6 +36,12 @@ std::vector<Access> accesses_of(const Program& program, const Operation& operati
 //   - everything before it, if the life of a buffer begins with the transfer (Program::lifetimes): the allocator may
 //     give the buffer memory that the host has freed but that earlier work, which has not run yet, still uses.
 //
+//   0. copy b0 -> b1                        -1   (b1 and b2 begin here)
+//   1. gemm b0 by b0 -> b2                  -1
+//   2. all_to_all b1[0:8] -> b3              1   b3 begins with it
+//   3. gemm b0 by b0 -> b1[8:16]            -1
+//   4. all_gather b1[0:8] -> b2              1   reads what 0 wrote, writes what 1 wrote; not what 3 wrote
+//
 // The caller that runs the program must ensure the following:
 //
 //   - Transfers stay in order among themselves.

@@ -4,6 +4,16 @@
 // inputs, which no instruction writes, then the destinations, parts of which instructions may write. A temporary exists
 // from the first instruction that names it to the last. So buffers with disjoint lives can share memory through the
 // allocator, and the peak is exact. An output exists from the first instruction that names it to the end.
+//
+// Example: rank 0 of 2 moves float32[4, 6] from S(0) to S(1). It packs the columns for rank 1, starts the all-to-all
+// (b2 to rank 1, 6 elements of b1 from rank 1), and copies its own elements meanwhile:
+//
+//   g0 = ranks (0, 1), here 0
+//   buffers b0:12 b1:12 b2:6, input b0, output b1
+//   0. copy b0 -> b2 in 1 boxes
+//   1. all_to_all g0 b2[0:6] (0, 6) -> b1[6:12] (0, 6)
+//   2. copy b0 -> b1 in 1 boxes
+//   3. wait for instruction 1
 #pragma once
 
 #include <cstdint>
@@ -30,7 +40,7 @@ struct Group {
   int64_t index = -1;       // index of this rank in `ranks`
 };
 
-// See the head of this file. kTemporary: neither a result nor the caller's.
+// The caller's buffers are inputs and destinations; the program's own are outputs and temporaries.
 enum class BufferRole : uint8_t { kInput, kDestination, kOutput, kTemporary };
 
 struct Buffer {
@@ -49,10 +59,10 @@ struct Output {
   std::vector<int64_t> shape;
 };
 
-// Two indices of instructions, for one destination.
+// The instructions after which a destination is finished, as indices one past them.
 struct DestinationEnd {
-  int written = 0;  // one past the last instruction that writes this rank's part of the destination
-  int sent = 0;     // one past the last Wait for a send to another rank's part of it; at least `written`
+  int complete = 0;  // after the last instruction that writes this rank's part
+  int departed = 0;  // after the last Wait for a message to another rank's part; at least `complete`
 };
 
 struct Program {
@@ -62,7 +72,7 @@ struct Program {
   std::vector<DestinationEnd> destination_ends;  // by destination
   std::vector<Instruction> instructions;
   std::vector<Group> groups;
-  // Multiprocessors that a Gemm leaves to transfers if any are under way (started, not waited for) when it is
+  // Multiprocessors that a Gemm leaves to transfers if any are in flight (started, not waited for) when it is
   // submitted. Devices without multiprocessors ignore this.
   int64_t sms_left = 0;
   // Set if the result is one box of the input, perhaps divided: the box's first index in each dim. A runtime may then
@@ -88,8 +98,8 @@ struct Program {
   DType src_dtype(const Copy& copy) const { return copy.src_dtype.value_or(dtype_of(copy.src)); }
   DType dst_dtype(const Copy& copy) const { return copy.dst_dtype.value_or(dtype_of(copy.dst)); }
 
-  // For each instruction, the buffers whose life begins with it, and the buffers whose life ends with it. Outputs do
-  // not end; buffers of the caller neither begin nor end.
+  // For each instruction, the buffers to allocate before it and the buffers to free after it. Outputs are not freed;
+  // buffers of the caller are in neither list.
   struct Lifetimes {
     std::vector<std::vector<BufferId>> begins;
     std::vector<std::vector<BufferId>> ends;
