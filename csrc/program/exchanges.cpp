@@ -93,8 +93,8 @@ std::optional<Participants> participants_on_mesh(const ProgramBuilder& builder, 
   return Participants{step.before.mesh().ranks_at(partners), *move.transfer_method};
 }
 
-// Returns the size of a message, and its place on each side if it is one run there.
-Extent load_of(const Selection& elements) {
+// Returns the extent of a message.
+Extent extent_of(const Selection& elements) {
   const int64_t held = elements.contiguous_in_sender();
   const int64_t needed = elements.contiguous_in_receiver();
   return {elements.count(), std::max<int64_t>(held, 0), std::max<int64_t>(needed, 0), held >= 0, needed >= 0};
@@ -109,7 +109,7 @@ class CrossingMemory : public StepMemory {
         transfer_method_(transfer_method_between_meshes(exchange_->ranks().size(), plan.lowering)),
         communicates_(exchange_->communicates()) {}
 
-  void write(Sketch& sketch, Rank rank, int current, int next) override {
+  void sketch_rank(Sketch& sketch, Rank rank, int current, int next) override {
     const RankPart part(*exchange_, exchange_->ranks(), rank, step_.rounds);
     const int64_t own_count = part.kept() ? part.kept()->count() : 0;
     if (!communicates_) {
@@ -118,36 +118,36 @@ class CrossingMemory : public StepMemory {
     }
     for (int64_t round = 0; round < step_.rounds; ++round) {
       if (transfer_method_ == TransferMethod::kAllToAll) {
-        write_all_to_all(sketch, loads_of(part, round), own_count, round, step_.rounds, current, next);
+        sketch_all_to_all(sketch, options_of_round(part, round), own_count, round, step_.rounds, current, next);
       } else {
-        Packed packed;
-        for (const auto& message : part.sends(round)) packed.add_sent(load_of(message.elements), 1);
-        for (const auto& message : part.receives(round)) packed.add_received(load_of(message.elements), 1);
-        write_messages(sketch, packed, own_count, round, current, next);
+        PackingCounts counts;
+        for (const auto& message : part.sends(round)) counts.add_sent(extent_of(message.elements), 1);
+        for (const auto& message : part.receives(round)) counts.add_received(extent_of(message.elements), 1);
+        sketch_messages(sketch, counts, own_count, round, current, next);
       }
     }
   }
 
   void split_classes(RankClasses&) const override { throw InvariantError("ranks of a crossing have no classes"); }
-  std::optional<Traffic> traffic_that_decides(Rank) const override { return std::nullopt; }
+  std::optional<Traffic> traffic_determining_peak(Rank) const override { return std::nullopt; }
   std::optional<Traffic> traffic_upper_bound() const override { return std::nullopt; }
 
  private:
   // Returns the messages of a rank in a round of an all-to-all, by ascending peer.
-  static BothLoads loads_of(const RankPart& part, int64_t round) {
+  static AllToAllOptions options_of_round(const RankPart& part, int64_t round) {
     std::map<int64_t, std::pair<Extent, Extent>> by_index;  // by index of the peer: sent to it, received from it
-    for (const auto& message : part.sends(round)) by_index[message.peer].first = load_of(message.elements);
-    for (const auto& message : part.receives(round)) by_index[message.peer].second = load_of(message.elements);
+    for (const auto& message : part.sends(round)) by_index[message.peer].first = extent_of(message.elements);
+    for (const auto& message : part.receives(round)) by_index[message.peer].second = extent_of(message.elements);
     if (part.kept()) by_index[part.index()];
-    BothLoads loads;
-    for (const auto& [peer, both] : by_index) {
+    AllToAllOptions options;
+    for (const auto& [peer, sent_and_received] : by_index) {
       if (peer != part.index()) {
-        loads.add_peer(both.first, both.second);
+        options.add_peer(sent_and_received.first, sent_and_received.second);
       } else {
-        loads.add_own(load_of(*part.kept()));
+        options.add_own(extent_of(*part.kept()));
       }
     }
-    return loads;
+    return options;
   }
 
   const Step& step_;
@@ -156,27 +156,23 @@ class CrossingMemory : public StepMemory {
   bool communicates_;
 };
 
-}  // namespace
-
-namespace {
-
 // Emits the exchange of a step: only local copies if there are no participants, otherwise one transfer per round.
 void compile(ProgramBuilder& builder, const Step& step, const Exchange& step_exchange,
-             const std::optional<Participants>& with, BufferId current, BufferId next) {
-  if (!with) {
+             const std::optional<Participants>& participants, BufferId current, BufferId next) {
+  if (!participants) {
     const std::optional<Selection> kept = step_exchange.kept(builder.rank());
     if (kept) builder.copy(current, next, kept->boxes(CopySide::local(), CopySide::local()));
     return;
   }
-  const int group = builder.group_of_ranks(step.mesh_dims, with->ranks);
-  const RankPart part(step_exchange, with->ranks, builder.rank(), step.rounds);
+  const int group = builder.group_of_ranks(step.mesh_dims, participants->ranks);
+  const RankPart part(step_exchange, participants->ranks, builder.rank(), step.rounds);
   for (int64_t round = 0; round < step.rounds; ++round) {
     TransferSet set{group, Messages(Messages::Side::kSent, current), Messages(Messages::Side::kReceived, next)};
     for (auto& [peer, elements] : part.sends(round)) set.sends.add(peer, {{current, std::move(elements)}});
     for (auto& [peer, elements] : part.receives(round)) set.receives.add(peer, {{next, std::move(elements)}});
     std::vector<OwnItem> own;  // copied in the first round
     if (const auto& kept = part.kept()) own.push_back({current, next, kept->slice(0, round == 0 ? kept->count() : 0)});
-    exchange(builder, std::move(set), with->transfer_method, own, step.rounds == 1);
+    exchange(builder, std::move(set), participants->transfer_method, own, step.rounds == 1);
   }
 }
 

@@ -25,13 +25,9 @@ int64_t elements_of(const Layout& layout, KnownParts& parts, Rank rank) {
   return parts.num_elements(coordinates);
 }
 
-struct SomeRanks {
-  std::vector<Rank> ranks;
-  bool are_all = true;  // false if some ranks were left out
-};
-
-// Returns up to `max_ranks` evenly spaced ranks, including the first.
-SomeRanks evenly_spaced(std::vector<Rank> ranks, int64_t max_ranks) {
+// Returns up to `max_ranks` evenly spaced ranks, including the first: of 10 ranks and with max_ranks = 4, the ranks
+// 0, 2, 5 and 7.
+ExaminedRanks evenly_spaced(std::vector<Rank> ranks, int64_t max_ranks) {
   const auto count = static_cast<int64_t>(ranks.size());
   if (count <= max_ranks) return {std::move(ranks), true};
   std::vector<Rank> sample;
@@ -61,11 +57,10 @@ ProgramMemory::ProgramMemory(const Plan& plan) : plan_(plan), sketch_(std::make_
 
 ProgramMemory::~ProgramMemory() = default;
 
-// A rank that is on neither mesh of the step gets a result without elements.
-int ProgramMemory::write(Sketch& sketch, size_t step, Rank rank, int current) {
-  const Step& of_plan = plan_.steps[step];
-  const int next = sketch.new_buffer(elements_of(of_plan.after, after_[step], rank));
-  if (takes_part(of_plan, rank)) steps_[step]->write(sketch, rank, current, next);
+int ProgramMemory::sketch_step(Sketch& sketch, size_t step, Rank rank, int current) {
+  const Step& plan_step = plan_.steps[step];
+  const int next = sketch.new_buffer(elements_of(plan_step.after, after_[step], rank));
+  if (takes_part(plan_step, rank)) steps_[step]->sketch_rank(sketch, rank, current, next);
   return next;
 }
 
@@ -73,7 +68,7 @@ std::vector<int64_t> ProgramMemory::peak_bytes_by_step(Rank rank) {
   std::vector<int64_t> peaks;
   if (segments_.empty()) {
     Sketch sketch;
-    const int result = write_all(sketch, rank);
+    const int result = sketch_all(sketch, rank);
     peaks = sketch.peaks(result);
   } else {
     peaks = peaks_in_segments(rank);
@@ -82,11 +77,11 @@ std::vector<int64_t> ProgramMemory::peak_bytes_by_step(Rank rank) {
   return peaks;
 }
 
-int ProgramMemory::write_all(Sketch& sketch, Rank rank) {
+int ProgramMemory::sketch_all(Sketch& sketch, Rank rank) {
   int current = kInputBuffer;
   for (size_t i = 0; i < steps_.size(); ++i) {
     sketch.begin_step();
-    current = write(sketch, i, rank, current);
+    current = sketch_step(sketch, i, rank, current);
   }
   return current;
 }
@@ -100,7 +95,7 @@ std::vector<int64_t> ProgramMemory::peaks_in_segments(Rank rank) {
   for (const std::unique_ptr<ProgramMemory>& segment : segments_) {
     SketchedSegment& sketched_segment = sketched.emplace_back();
     sketched_segment.num_input_elements = elements_of(segment->plan_.src, segment->before_.front(), rank);
-    sketched_segment.result = segment->write_all(sketched_segment.sketch, rank);
+    sketched_segment.result = segment->sketch_all(sketched_segment.sketch, rank);
   }
   const std::vector<int64_t> needed = plan_.dst.local_shape_of_rank(rank);
   const int64_t num_needed = std::accumulate(needed.begin(), needed.end(), int64_t{1}, std::multiplies<>());
@@ -108,7 +103,7 @@ std::vector<int64_t> ProgramMemory::peaks_in_segments(Rank rank) {
 }
 
 // A step's peak depends on the next step only if the step has several rounds. Then the result may be released before
-// the last round, if the next step does not use it.
+// the last round, if the next step does not use it; so the next step is sketched too.
 int64_t ProgramMemory::peak_of_step(size_t step, Rank rank) {
   Sketch& sketch = *sketch_;
   sketch.clear();
@@ -118,22 +113,21 @@ int64_t ProgramMemory::peak_of_step(size_t step, Rank rank) {
     current = sketch.new_buffer(elements_of(plan_.steps[step].before, before_[step], rank));
     sketch.hold_from_start(current);
   }
-  current = write(sketch, step, rank, current);
+  current = sketch_step(sketch, step, rank, current);
   if (plan_.steps[step].rounds > 1 && step + 1 < steps_.size()) {
     sketch.begin_step();
-    current = write(sketch, step + 1, rank, current);
+    current = sketch_step(sketch, step + 1, rank, current);
   }
   return sketch.peaks(current)[0] * plan_.src.dtype().size_bytes();
 }
 
 // Chooses the ranks to examine. For crossings, and for steps whose peak depends on a following crossing, ranks are not
 // divided into classes: up to `max_ranks` evenly spaced ranks are examined.
-ProgramMemory::ExaminedRanks ProgramMemory::ranks_to_examine(size_t step, int64_t max_ranks) const {
+ExaminedRanks ProgramMemory::ranks_to_examine(size_t step, int64_t max_ranks) const {
   const bool looks_ahead = plan_.steps[step].rounds > 1 && step + 1 < steps_.size();
   const bool crosses = is_cross_or_rearrange(plan_.steps[step].op);
   if (crosses || (looks_ahead && is_cross_or_rearrange(plan_.steps[step + 1].op))) {
-    auto [ranks, are_all] = evenly_spaced(ranks_of(plan_), max_ranks);
-    return {std::move(ranks), are_all};
+    return evenly_spaced(ranks_of(plan_), max_ranks);
   }
   const Mesh& mesh = plan_.steps[step].before.mesh();
   RankClasses classes(mesh);
@@ -156,24 +150,25 @@ ProgramMemory::MaxPeaks ProgramMemory::max_peak_bytes_by_step(int64_t max_ranks)
   }
   for (size_t i = 0; i < steps_.size(); ++i) {
     const ExaminedRanks examined = ranks_to_examine(i, max_ranks);
-    std::vector<Traffic> known;
+    std::vector<Traffic> examined_traffic;
     int64_t peak = 0;
     for (const Rank rank : examined.ranks) {
-      if (const std::optional<Traffic> traffic = steps_[i]->traffic_that_decides(rank)) {
-        if (std::find(known.begin(), known.end(), *traffic) != known.end()) continue;
-        known.push_back(*traffic);
+      if (const std::optional<Traffic> traffic = steps_[i]->traffic_determining_peak(rank)) {
+        if (std::find(examined_traffic.begin(), examined_traffic.end(), *traffic) != examined_traffic.end()) continue;
+        examined_traffic.push_back(*traffic);
       }
-      if (steps_[i]->repeats_a_rank(rank)) continue;
+      if (steps_[i]->is_like_earlier_rank(rank)) continue;
       peak = std::max(peak, peak_of_step(i, rank));
     }
     maxima.bytes.push_back(peak);
-    // A rank that sends and receives more needs at least as much memory, except for the first position's own part.
-    const std::optional<Traffic> most = known.empty() ? std::nullopt : steps_[i]->traffic_upper_bound();
-    const bool has_most =
-        most && std::any_of(known.begin(), known.end(), [&](const Traffic& traffic) {
-          return traffic.received_bytes == most->received_bytes && traffic.sent_bytes == most->sent_bytes;
+    // A rank that sends and receives more needs at least as much memory, except for the first position's own part. So
+    // the maximum is exact if an examined rank reaches the upper bound of the traffic.
+    const std::optional<Traffic> bound = examined_traffic.empty() ? std::nullopt : steps_[i]->traffic_upper_bound();
+    const bool reaches_bound =
+        bound && std::any_of(examined_traffic.begin(), examined_traffic.end(), [&](const Traffic& traffic) {
+          return traffic.received_bytes == bound->received_bytes && traffic.sent_bytes == bound->sent_bytes;
         });
-    maxima.is_exact = maxima.is_exact && (examined.are_all || has_most);
+    maxima.is_exact = maxima.is_exact && (examined.are_all || reaches_bound);
   }
   return maxima;
 }

@@ -1,4 +1,4 @@
-// Computes the memory that programs allocate, without writing the programs: from sketches (program/sketch.h), which
+// Computes the memory that programs allocate, without compiling the programs: from sketches (program/sketch.h), which
 // have the sizes of buffers and the instructions that use them.
 #pragma once
 
@@ -14,7 +14,7 @@ namespace shardwright {
 class Sketch;
 class StepMemory;
 
-// The bytes that the worst rank allocates. If is_exact is false, they are a lower bound.
+// The most bytes that a rank allocates at once, over all ranks. If is_exact is false, other ranks may need more.
 struct PeakBytes {
   int64_t bytes = 0;
   bool is_exact = true;
@@ -22,6 +22,12 @@ struct PeakBytes {
   PeakBytes() = default;
   PeakBytes(int64_t exact) : bytes(exact) {}  // NOLINT: implicit, for a known number
   PeakBytes(int64_t peak, bool exact) : bytes(peak), is_exact(exact) {}
+};
+
+// The ranks to examine for the largest peak.
+struct ExaminedRanks {
+  std::vector<Rank> ranks;
+  bool are_all = true;  // true if all ranks, or one of each class, are examined
 };
 
 // The sizes and lifetimes of the buffers of compile(plan, rank), for many ranks of one plan. Does not list copied
@@ -43,18 +49,14 @@ class ProgramMemory {
   MaxPeaks max_peak_bytes_by_step(int64_t max_ranks);
 
  private:
-  // Writes all steps of a rank, and returns the buffer that holds the result.
-  int write_all(Sketch& sketch, Rank rank);
+  // Sketches all steps of a rank, and returns the buffer that holds the result.
+  int sketch_all(Sketch& sketch, Rank rank);
   // Returns the peak of each step, in elements, of a plan in segments.
   std::vector<int64_t> peaks_in_segments(Rank rank);
-  // The ranks to examine for the largest peak.
-  struct ExaminedRanks {
-    std::vector<Rank> ranks;
-    bool are_all = true;  // true if all ranks, or one of each class, are examined
-  };
   ExaminedRanks ranks_to_examine(size_t step, int64_t max_ranks) const;
-  // Writes one step, starting from the buffer `current`. Returns the buffer that holds the step's result.
-  int write(Sketch& sketch, size_t step, Rank rank, int current);
+  // Sketches one step, starting from the buffer `current`. Returns the buffer that holds the step's result, which has
+  // no elements if the rank is on neither mesh of the step.
+  int sketch_step(Sketch& sketch, size_t step, Rank rank, int current);
   // Returns the peak bytes of a rank in one step, as if the plan had only this step. The part held before the step is a
   // buffer, except in the first step, where it is the input.
   int64_t peak_of_step(size_t step, Rank rank);

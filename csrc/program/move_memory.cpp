@@ -20,7 +20,7 @@ namespace {
 constexpr int64_t kMaxGroupListed = 512;
 
 // The memory of a move on one mesh. An exchange is *regular* if all of its messages have one size and its counts have
-// closed forms.
+// closed forms (exchange/mesh_exchange.h). Then a few members of a group determine the memory of all.
 class MoveMemory : public StepMemory {
  public:
   MoveMemory(const Step& step, const Plan& plan)
@@ -46,7 +46,7 @@ class MoveMemory : public StepMemory {
     if (!is_local(step_.op) && !ranks_ascend(step_.before.mesh())) classes.split_all(MeshDimSet::from_bits(~0u));
   }
 
-  std::optional<Traffic> traffic_that_decides(Rank rank) const override {
+  std::optional<Traffic> traffic_determining_peak(Rank rank) const override {
     const bool exchanges =
         step_.op == StepOp::kAllToAll || step_.op == StepOp::kPermute || step_.op == StepOp::kExchange;
     if (!exchanges || !group_is_large() || !exchange_.is_regular()) return std::nullopt;
@@ -55,8 +55,9 @@ class MoveMemory : public StepMemory {
   std::optional<Traffic> traffic_upper_bound() const override { return exchange_.upper_bound(); }
 
   // A rank's memory in an exchange by messages depends only on its profile: the number, lengths and contiguity of its
-  // messages.
-  bool repeats_a_rank(Rank rank) override {
+  // messages. Returns false for steps of several rounds, whose peak also depends on the next step: they have no
+  // profile.
+  bool is_like_earlier_rank(Rank rank) override {
     const bool exchanges =
         step_.op == StepOp::kAllToAll || step_.op == StepOp::kPermute || step_.op == StepOp::kExchange;
     if (!exchanges || exchange_.is_regular()) return false;
@@ -67,7 +68,7 @@ class MoveMemory : public StepMemory {
     return !profiles_seen_.insert(*profile).second;
   }
 
-  void write(Sketch& sketch, Rank rank, int current, int next) override {
+  void sketch_rank(Sketch& sketch, Rank rank, int current, int next) override {
     const Position position = position_of(rank);
     switch (step_.op) {
       case StepOp::kZeroFill:
@@ -133,14 +134,14 @@ class MoveMemory : public StepMemory {
   }
 
   // Returns true if each member's part of `n` elements is one run of the result, and the runs follow each other in the
-  // group's order. Then an all-gather can write to the result directly.
+  // group's order. Then an all-gather can write to the result directly. The answer is cached for the group.
   bool gathers_in_place(int64_t position, int64_t n) {
     const Group& group = exchange_.group_without_members(position);
     const auto [entry, is_new] = gathers_in_place_.try_emplace(group.least, true);
     if (!is_new) return entry->second;
-    const auto lies_at = [&](int64_t member, int64_t first) {
-      const Extent load = exchange_.full_transfer(member, position).in_round(0);
-      return load.is_contiguous_needed && load.first_needed == first;
+    const auto is_run_at = [&](int64_t member, int64_t first) {
+      const Extent part = exchange_.full_transfer(member, position).in_round(0);
+      return part.is_contiguous_needed && part.first_needed == first;
     };
     const Mesh& mesh = step_.before.mesh();
     if (exchange_.is_regular() && mesh.ranks_are_positions()) {
@@ -148,14 +149,14 @@ class MoveMemory : public StepMemory {
       int64_t stride = 1;
       for (int d = mesh.ndim() - 1; d >= 0; --d) {
         if (!step_.mesh_dims.contains(d) || mesh.dim_size(d) == 1) continue;
-        entry->second = entry->second && lies_at(group.least + mesh.stride(d), stride * n);
+        entry->second = entry->second && is_run_at(group.least + mesh.stride(d), stride * n);
         stride *= mesh.dim_size(d);
       }
       return entry->second;
     }
     const std::vector<int64_t>& members = exchange_.group(position).positions;
     for (size_t m = 0; m < members.size() && entry->second; ++m) {
-      entry->second = lies_at(members[m], static_cast<int64_t>(m) * n);
+      entry->second = is_run_at(members[m], static_cast<int64_t>(m) * n);
     }
     return entry->second;
   }
@@ -175,13 +176,14 @@ class MoveMemory : public StepMemory {
     if (k > 1) sketch.emit({staging, next});
   }
 
-  // Returns the messages of an all-to-all in one round. With one round the totals are known from the rank's traffic, so
-  // peers are added only until it is known which loads are runs.
-  BothLoads loads_in_order(const Group& group, int64_t position, const std::vector<int64_t>& partners, int64_t round) {
+  // Returns the messages of one round of an all-to-all. With one round the totals are known from the rank's traffic, so
+  // peers are added only until it is known which messages are runs.
+  AllToAllOptions options_of_round(const Group& group, int64_t position, const std::vector<int64_t>& partners,
+                                   int64_t round) {
     const bool is_gather = step_.op == StepOp::kAllGather;  // a rank sends the same data to all members
-    BothLoads loads;
+    AllToAllOptions options;
     const Extent own = exchange_.kept_extent(position);
-    BothLoads::Totals totals;
+    AllToAllOptions::Totals totals;
     if (step_.rounds == 1) {
       const Traffic traffic = exchange_.traffic_at(position);
       const int64_t item = step_.before.dtype().size_bytes();
@@ -189,17 +191,17 @@ class MoveMemory : public StepMemory {
     }
     std::optional<Transfer> sends;
     for (const int64_t member : partners) {
-      if (step_.rounds == 1 && loads.are_known(totals)) break;
+      if (step_.rounds == 1 && options.are_complete(totals)) break;
       if (member == position) {
-        loads.add_own(own);
+        options.add_own(own);
         continue;
       }
       if (!sends || !is_gather) sends = exchange_.transfer(group, position, member);
       const Transfer received = exchange_.transfer(group, member, position);
-      loads.add_peer(sends->in_round(round), received.in_round(round));
+      options.add_peer(sends->in_round(round), received.in_round(round));
     }
-    if (step_.rounds == 1) loads.set_totals(totals);
-    return loads;
+    if (step_.rounds == 1) options.set_totals(totals);
+    return options;
   }
 
   // Emits all rounds of an exchange by all-to-alls.
@@ -207,16 +209,16 @@ class MoveMemory : public StepMemory {
                   int current, int next) {
     const Extent own = exchange_.kept_extent(position);
     for (int64_t round = 0; round < step_.rounds; ++round) {
-      const BothLoads loads = loads_in_order(group, position, partners, round);
-      write_all_to_all(sketch, loads, own.count, round, step_.rounds, current, next);
+      const AllToAllOptions options = options_of_round(group, position, partners, round);
+      sketch_all_to_all(sketch, options, own.count, round, step_.rounds, current, next);
     }
   }
 
   // Emits all rounds of an exchange by messages.
   void messages(Sketch& sketch, const Group& group, int64_t position, int current, int next) {
-    std::vector<Packed> rounds(step_.rounds);
+    std::vector<PackingCounts> rounds(step_.rounds);
     if (exchange_.is_regular()) {
-      add_equal_shares(rounds, position);
+      add_regular_messages(rounds, position);
     } else {
       for (const auto& [transfer, times] : exchange_.classes_sent(group, position)) {
         for (int64_t round = 0; round < step_.rounds; ++round) rounds[round].add_sent(transfer.in_round(round), times);
@@ -229,32 +231,34 @@ class MoveMemory : public StepMemory {
     }
     const int64_t own = exchange_.kept_extent(position).count;
     for (int64_t round = 0; round < step_.rounds; ++round) {
-      write_messages(sketch, rounds[round], own, round, current, next);
+      sketch_messages(sketch, rounds[round], own, round, current, next);
     }
   }
 
-  // Adds the messages of a regular exchange to each round: all pairs of ranks that exchange anything have transfers of
-  // one size and number of runs.
-  void add_equal_shares(std::vector<Packed>& rounds, int64_t position) {
+  // Adds the messages of a regular exchange to each round. All pairs of ranks that exchange anything have transfers of
+  // one size and number of runs, so one transfer and the rank's traffic determine all.
+  void add_regular_messages(std::vector<PackingCounts>& rounds, int64_t position) {
     const Traffic traffic = exchange_.traffic_at(position);
     if (traffic.received_bytes == 0 && traffic.sent_bytes == 0) return;
-    const Transfer& share = exchange_.any_transfer(position);
-    const int64_t share_bytes = share.count() * step_.before.dtype().size_bytes();
+    const Transfer& transfer = exchange_.any_transfer(position);
+    const int64_t transfer_bytes = transfer.count() * step_.before.dtype().size_bytes();
     for (int64_t round = 0; round < step_.rounds; ++round) {
-      const Extent load = share.in_round(round);
-      rounds[round].add_sent(load, traffic.sent_bytes / share_bytes);
-      rounds[round].add_received(load, traffic.received_bytes / share_bytes);
+      const Extent message = transfer.in_round(round);
+      rounds[round].add_sent(message, traffic.sent_bytes / transfer_bytes);
+      rounds[round].add_received(message, traffic.received_bytes / transfer_bytes);
     }
   }
 
-  // The messages of a reduce-scatter. Members of a group hold the same elements, so they send the same messages.
-  struct Scattering {
+  // The messages that each member of a group sends in a reduce-scatter. Members hold the same elements, so they all
+  // send the same messages.
+  struct ScatterMessages {
     std::vector<RunOfMessages> rounds;  // the messages of each round
     std::vector<bool> is_even;          // by round: all members receive equally many elements
   };
 
-  // Returns the run of all parts, without its total, if all parts have one length, else nullopt. The index of a part is
-  // then linear in the coordinates of its rank, so a few members determine whether all parts are consecutive.
+  // Returns the messages of a step of one round, without their total, if the exchange is regular and all parts have one
+  // length, else nullopt. The index of a part is then linear in the coordinates of its rank, so one member along each
+  // mesh dim determines if all parts are consecutive.
   std::optional<RunOfMessages> run_of_equal_parts(int64_t position) {
     const Mesh& mesh = step_.before.mesh();
     if (step_.rounds > 1 || !exchange_.is_regular() || !mesh.ranks_are_positions()) return std::nullopt;
@@ -278,26 +282,26 @@ class MoveMemory : public StepMemory {
   void add_parts_in_order(std::vector<RunOfMessages>& rounds, int64_t position) {
     for (const int64_t member : exchange_.group(position).positions) {
       const Transfer part = exchange_.full_transfer(position, member);
-      bool is_some_run = false;
+      bool is_any_run = false;
       for (int64_t round = 0; round < step_.rounds; ++round) {
-        const Extent load = part.in_round(round);
-        rounds[round].add(load.count, load.first_held, load.is_contiguous_held);
-        is_some_run = is_some_run || rounds[round].is_run();
+        const Extent message = part.in_round(round);
+        rounds[round].add(message.count, message.first_held, message.is_contiguous_held);
+        is_any_run = is_any_run || rounds[round].is_run();
       }
-      if (!is_some_run) break;
+      if (!is_any_run) break;
     }
   }
 
-  // Returns the messages of the rank's group, from a cache.
-  const Scattering& scattering(int64_t position) {
-    const auto [entry, is_new] = scatterings_.try_emplace(exchange_.group_without_members(position).least);
-    Scattering& scattering = entry->second;
-    if (!is_new) return scattering;
-    scattering.rounds.resize(step_.rounds);
+  // Returns the messages of the group of this position, from a cache.
+  const ScatterMessages& scatter_messages(int64_t position) {
+    const auto [entry, is_new] = scatter_messages_.try_emplace(exchange_.group_without_members(position).least);
+    ScatterMessages& messages = entry->second;
+    if (!is_new) return messages;
+    messages.rounds.resize(step_.rounds);
     if (const std::optional<RunOfMessages> run = run_of_equal_parts(position)) {
-      scattering.rounds[0] = *run;
+      messages.rounds[0] = *run;
     } else {
-      add_parts_in_order(scattering.rounds, position);
+      add_parts_in_order(messages.rounds, position);
     }
     const std::map<int64_t, int64_t> needs = exchange_.members_by_need(position);
     for (int64_t round = 0; round < step_.rounds; ++round) {
@@ -308,20 +312,20 @@ class MoveMemory : public StepMemory {
         counts.insert(range.end - range.begin);
         total += (range.end - range.begin) * members;
       }
-      scattering.rounds[round].set_total(total);
-      scattering.is_even.push_back(counts.size() == 1);
+      messages.rounds[round].set_total(total);
+      messages.is_even.push_back(counts.size() == 1);
     }
-    return scattering;
+    return messages;
   }
 
   // Emits all rounds of a reduce-scatter.
   void reduce_scatter(Sketch& sketch, int64_t position, int current, int next) {
     const int64_t num_held = exchange_.num_held(position);
     if (num_held == 0) return;
-    current = raised(sketch, current, num_held);
-    const Scattering& of_group = scattering(position);
+    current = emit_power(sketch, current, num_held);
+    const ScatterMessages& messages = scatter_messages(position);
     for (int64_t round = 0; round < step_.rounds; ++round) {
-      const RunOfMessages& sent = of_group.rounds[round];
+      const RunOfMessages& sent = messages.rounds[round];
       if (sent.total() == 0) continue;
       const Interval own_range = in_round({0, sketch.count_of(next)}, round, step_.rounds);
       const int64_t own = own_range.end - own_range.begin;
@@ -330,7 +334,7 @@ class MoveMemory : public StepMemory {
         packed = sketch.new_buffer(sent.total());
         sketch.emit({current, packed});
       }
-      if (of_group.is_even[round] && is_native_) {
+      if (messages.is_even[round] && is_native_) {
         sketch.emit({packed, next});
         sketch.wait({packed, next});
         continue;
@@ -356,7 +360,7 @@ class MoveMemory : public StepMemory {
       const Interval range = in_round({0, n}, round, step_.rounds);
       const int64_t length = range.end - range.begin;
       if (length == 0) continue;
-      const int contribution = raised(sketch, current, length);
+      const int contribution = emit_power(sketch, current, length);
       if (k == 2) {
         const int staging = sketch.new_buffer(length);
         sketch.emit({contribution, staging});
@@ -381,11 +385,11 @@ class MoveMemory : public StepMemory {
   }
 
   // Emits the powers of a pending norm. Returns the new buffer with the powers, or `current` if no norm is pending.
-  int raised(Sketch& sketch, int current, int64_t count) const {
+  int emit_power(Sketch& sketch, int current, int64_t count) const {
     if (reduction_of(step_).power == 1) return current;
-    const int raised = sketch.new_buffer(count);
-    sketch.emit({current, raised});
-    return raised;
+    const int powers = sketch.new_buffer(count);
+    sketch.emit({current, powers});
+    return powers;
   }
 
   const Step& step_;
@@ -396,7 +400,7 @@ class MoveMemory : public StepMemory {
   MeshExchange exchange_;
   // Caches, by the first position of a group.
   std::map<int64_t, bool> gathers_in_place_;
-  std::map<int64_t, Scattering> scatterings_;
+  std::map<int64_t, ScatterMessages> scatter_messages_;
   std::set<std::vector<int>> profiles_seen_;
 };
 
