@@ -12,11 +12,10 @@
 namespace shardwright {
 namespace {
 
-// Renumbers the buffers and groups in an instruction of a segment's program: replaces their numbers by those in the
-// full program.
-class Renumbered {
+// Replaces the numbers of buffers and groups in an instruction of a segment's program by those in the full program.
+class Renumber {
  public:
-  Renumbered(const std::vector<BufferId>& to, const std::vector<int>& groups) : to_(to), groups_(groups) {}
+  Renumber(const std::vector<BufferId>& buffers, const std::vector<int>& groups) : buffers_(buffers), groups_(groups) {}
 
   void operator()(Copy& o) const { each(o.src, o.dst); }
   void operator()(FillZero& o) const { each(o.dst.buffer); }
@@ -58,14 +57,16 @@ class Renumbered {
  private:
   template <typename... Ids>
   void each(Ids&... ids) const {
-    ((ids = ids < 0 ? ids : to_[ids]), ...);
+    ((ids = ids < 0 ? ids : buffers_[ids]), ...);
   }
 
-  const std::vector<BufferId>& to_;
+  const std::vector<BufferId>& buffers_;  // in the full program, by number in the segment's program
   const std::vector<int>& groups_;
 };
 
-// The boxes that copy a uniform segment out of a rank's part or back: the same range of every cell of one tensor dim.
+// The boxes that copy a uniform segment out of a rank's part or back. A part consists of cells along one tensor dim,
+// and a segment is the same range of each cell: with cells of 4 rows and 2 segments, segment 1 of a part of 8 rows has
+// rows 2, 3, 6 and 7.
 class SegmentOfPart {
  public:
   SegmentOfPart(const std::vector<int64_t>& shape, const Segments& segments, int64_t cell)
@@ -123,8 +124,8 @@ class InSegments {
   InSegments(const Plan& plan, Rank rank)
       : plan_(plan), rank_(rank), num_segments_(plan.segments.count), plans_(plans_of_segments(plan)) {
     for (const Plan& segment : plans_) {
-      Written& written = written_.emplace_back(Written{compile(segment, rank), {}, {}});
-      written.stages = stages_of(written.program);
+      SegmentProgram& segment_program = segments_.emplace_back(SegmentProgram{compile(segment, rank), {}, {}});
+      segment_program.stages = stages_of(segment_program.program);
     }
   }
 
@@ -136,17 +137,18 @@ class InSegments {
     all_.buffers.push_back({count_of(held), plan_.src.dtype(), BufferRole::kInput, held});
     all_.buffers.push_back({count_of(needed), plan_.src.dtype(), BufferRole::kOutput});
     all_.outputs.push_back({kOutputBuffer, needed});
-    for (Written& written : written_) add_groups(written);
+    for (SegmentProgram& segment_program : segments_) add_groups(segment_program);
     make_buffers();
     const auto num_steps = static_cast<int>(plan_.steps.size());
     for_each_stage(num_segments_, num_steps, [&](int64_t segment, int64_t stage) {
-      const Written& written = of(segment);
+      const SegmentProgram& segment_program = of(segment);
       if (stage == 0) copy(plan_.src, kInputBuffer, buffers_[segment][kInputBuffer], segment, 0);
-      for (size_t i = 0; i < written.stages.size(); ++i) {
-        if (written.stages[i] == stage) emit(segment, i);
+      for (size_t i = 0; i < segment_program.stages.size(); ++i) {
+        if (segment_program.stages[i] == stage) emit(segment, i);
       }
       if (stage == num_steps) {
-        copy(plan_.dst, kOutputBuffer, buffers_[segment][written.program.outputs[0].buffer], segment, num_steps - 1);
+        copy(plan_.dst, kOutputBuffer, buffers_[segment][segment_program.program.outputs[0].buffer], segment,
+             num_steps - 1);
       }
     });
     return std::move(all_);
@@ -156,13 +158,13 @@ class InSegments {
   static constexpr BufferId kOutputBuffer{1};
 
   // The program of one segment, or of all segments if they are uniform.
-  struct Written {
+  struct SegmentProgram {
     Program program;
     std::vector<int64_t> stages;
     std::vector<int> groups;  // index of each group in the full program
   };
 
-  const Written& of(int64_t segment) const { return written_[are_uniform() ? 0 : segment]; }
+  const SegmentProgram& of(int64_t segment) const { return segments_[are_uniform() ? 0 : segment]; }
   bool are_uniform() const { return plans_.size() == 1; }
 
   static int64_t count_of(const std::vector<int64_t>& shape) {
@@ -170,11 +172,11 @@ class InSegments {
   }
 
   // Adds the groups of a segment's program that the full program lacks.
-  void add_groups(Written& written) {
-    for (const Group& group : written.program.groups) {
+  void add_groups(SegmentProgram& segment_program) {
+    for (const Group& group : segment_program.program.groups) {
       const auto is_same = [&](const Group& known) { return known.ranks == group.ranks; };
       const auto found = std::find_if(all_.groups.begin(), all_.groups.end(), is_same);
-      written.groups.push_back(static_cast<int>(found - all_.groups.begin()));
+      segment_program.groups.push_back(static_cast<int>(found - all_.groups.begin()));
       if (found == all_.groups.end()) all_.groups.push_back(group);
     }
   }
@@ -223,7 +225,7 @@ class InSegments {
     if (auto* wait = std::get_if<Wait>(&instruction.operation)) {
       wait->ticket = tickets_[segment][wait->ticket];
     } else {
-      std::visit(Renumbered(buffers_[segment], of(segment).groups), instruction.operation);
+      std::visit(Renumber(buffers_[segment], of(segment).groups), instruction.operation);
     }
     tickets_[segment][index] = static_cast<Ticket>(all_.instructions.size());
     all_.instructions.push_back(std::move(instruction));
@@ -232,8 +234,8 @@ class InSegments {
   const Plan& plan_;
   Rank rank_;
   int64_t num_segments_;
-  std::vector<Plan> plans_;       // one per segment, or one for all if they are uniform
-  std::vector<Written> written_;  // one for each of plans_
+  std::vector<Plan> plans_;               // one per segment, or one for all if they are uniform
+  std::vector<SegmentProgram> segments_;  // one for each of plans_
   Program all_;
   std::vector<std::vector<BufferId>> buffers_;  // by segment, then by buffer of the segment's program
   std::vector<std::vector<Ticket>> tickets_;    // by segment, then by instruction of its program

@@ -55,8 +55,7 @@ class MoveMemory : public StepMemory {
   std::optional<Traffic> traffic_upper_bound() const override { return exchange_.upper_bound(); }
 
   // A rank's memory in an exchange by messages depends only on its profile: the number, lengths and contiguity of its
-  // messages. Returns false for steps of several rounds, whose peak also depends on the next step: they have no
-  // profile.
+  // messages. Steps of several rounds have no profile.
   bool is_like_earlier_rank(Rank rank) override {
     const bool exchanges =
         step_.op == StepOp::kAllToAll || step_.op == StepOp::kPermute || step_.op == StepOp::kExchange;

@@ -12,6 +12,12 @@ constexpr int kNoBuffer = -1;  // stands for no buffer in emit() and wait()
 
 // A program reduced to the sizes of its buffers and the buffers that each instruction names. Buffers are numbered; the
 // input is number 0.
+//
+//   new_buffer(12)      1: the output        The peak is 18 elements: buffers 1 and 2 exist at once, from the second
+//   new_buffer(6)       2                    instruction on. The input does not count.
+//   emit({0, 2})        pack
+//   emit({2, 1})        start the transfer
+//   wait({2, 1})
 class Sketch {
  public:
   Sketch() : buffers_(1) {}  // the input, which belongs to the caller
@@ -35,7 +41,7 @@ class Sketch {
     buffers_.push_back({count});
     return static_cast<int>(buffers_.size()) - 1;
   }
-  // Holds the buffer from the start, because an earlier step wrote it.
+  // Makes the buffer exist from the first instruction on, because an earlier step wrote it.
   void hold_from_start(int buffer) { buffers_[buffer].first = 0; }
   int64_t count_of(int buffer) const { return buffers_[buffer].count; }
 
@@ -56,10 +62,10 @@ class Sketch {
     emit(named);
   }
 
-  // Returns the most elements that exist at once in each step, without the input. The buffer `output` exists to the
-  // end.
+  // Returns the maximum number of elements that exist at once in each step, without the input. The buffer `output`
+  // exists to the end.
   std::vector<int64_t> peaks(int output) const {
-    std::vector<int64_t> changes(steps_.size() + 1, 0);
+    std::vector<int64_t> changes(steps_.size() + 1, 0);  // by instruction: elements allocated, less those freed before
     for (size_t b = 1; b < buffers_.size(); ++b) {
       const Buffer& buffer = buffers_[b];
       if (buffer.first < 0) continue;

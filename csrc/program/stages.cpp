@@ -8,7 +8,7 @@
 namespace shardwright {
 namespace {
 
-// Visits the instructions of all segments in the order of the program, and records where the life of each buffer begins
+// Lists the instructions of all segments in the order of the program, and records where the life of each buffer begins
 // and ends.
 class Stages {
  public:
@@ -17,7 +17,7 @@ class Stages {
 
   std::vector<int64_t> peaks(int64_t num_needed) {
     for_each_stage(num_segments_, num_steps_,
-                   [&](int64_t segment, int64_t stage) { take_stage(segment, stage, num_needed); });
+                   [&](int64_t segment, int64_t stage) { append_stage(segment, stage, num_needed); });
     std::vector<int64_t> peaks(num_steps_, 0);
     int64_t live = 0;
     for (const Change& change : changes_) {
@@ -35,16 +35,16 @@ class Stages {
     int64_t begins = 0;
     int64_t ends = 0;
   };
-  // The progress of a segment, as indices into changes_.
+  // The indices of a segment's instructions in changes_, as far as they are appended.
   struct Progress {
-    std::vector<size_t> change_of_step;  // its instructions
-    size_t input_copy = 0;               // the copy from the input
+    std::vector<size_t> instructions;  // by instruction of the segment's sketch
+    size_t input_copy = 0;             // the copy from the input
   };
 
   const SketchedSegment& of(int64_t segment) const { return segments_[segments_.size() == 1 ? 0 : segment]; }
 
   // Appends the instructions of one pipeline stage of a segment to changes_.
-  void take_stage(int64_t segment, int64_t stage, int64_t num_needed) {
+  void append_stage(int64_t segment, int64_t stage, int64_t num_needed) {
     const SketchedSegment& sketched = of(segment);
     Progress& progress = at_[segment];
     if (stage == 0 && sketched.num_input_elements > 0) {
@@ -52,21 +52,21 @@ class Stages {
       changes_.push_back({0, sketched.num_input_elements, 0});
     }
     const std::vector<int>& stages = sketched.sketch.stages();
-    while (progress.change_of_step.size() < stages.size() && stages[progress.change_of_step.size()] == stage) {
-      const int step = sketched.sketch.steps()[progress.change_of_step.size()];
-      progress.change_of_step.push_back(changes_.size());
+    while (progress.instructions.size() < stages.size() && stages[progress.instructions.size()] == stage) {
+      const int step = sketched.sketch.steps()[progress.instructions.size()];
+      progress.instructions.push_back(changes_.size());
       changes_.push_back({step, 0, 0});
     }
-    if (stage == num_steps_) finish(sketched, progress, num_needed);
+    if (stage == num_steps_) add_lives(sketched, progress, num_needed);
   }
 
-  // Adds the lives of the segment's buffers to changes_. Called in the last pipeline stage of a segment, when the
-  // indices of all its instructions are known.
-  void finish(const SketchedSegment& sketched, const Progress& progress, int64_t num_needed) {
+  // Appends the copy to the output, and adds the lives of the segment's buffers to changes_. Called in the last
+  // pipeline stage of a segment, when the indices of all its instructions are known.
+  void add_lives(const SketchedSegment& sketched, const Progress& progress, int64_t num_needed) {
     const std::vector<Sketch::Buffer>& buffers = sketched.sketch.buffers();
     if (sketched.num_input_elements > 0) {
       const int last = buffers[0].last;
-      changes_[last < 0 ? progress.input_copy : progress.change_of_step[last]].ends += sketched.num_input_elements;
+      changes_[last < 0 ? progress.input_copy : progress.instructions[last]].ends += sketched.num_input_elements;
     }
     const bool copies = buffers[sketched.result].count > 0;
     if (copies) {
@@ -76,9 +76,9 @@ class Stages {
     for (size_t b = 1; b < buffers.size(); ++b) {
       const Sketch::Buffer& buffer = buffers[b];
       if (buffer.first < 0) continue;
-      changes_[progress.change_of_step[buffer.first]].begins += buffer.count;
+      changes_[progress.instructions[buffer.first]].begins += buffer.count;
       const bool is_copied = copies && static_cast<int>(b) == sketched.result;
-      changes_[is_copied ? changes_.size() - 1 : progress.change_of_step[buffer.last]].ends += buffer.count;
+      changes_[is_copied ? changes_.size() - 1 : progress.instructions[buffer.last]].ends += buffer.count;
     }
   }
 

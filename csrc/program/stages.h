@@ -15,8 +15,8 @@ struct SketchedSegment {
   int result = 0;  // the buffer that is copied to the whole output; nothing is copied if it has no elements
 };
 
-// Returns the most elements that are allocated at once during each step of `num_segments` segments. The whole input
-// belongs to the caller; the whole output has `num_needed` elements.
+// Returns the maximum number of elements that are allocated at once during each step of `num_segments` segments. The
+// whole input belongs to the caller; the whole output has `num_needed` elements.
 std::vector<int64_t> peaks_in_stages(const std::vector<SketchedSegment>& segments, int64_t num_segments,
                                      int64_t num_steps, int64_t num_needed);
 
