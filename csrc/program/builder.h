@@ -12,8 +12,7 @@
 
 namespace shardwright {
 
-// The program of one rank while it is being written. A step leads from one mesh to another or stays on one mesh; the
-// rank may be on none of them.
+// Builds the program of one rank. The rank may be on none of a step's meshes.
 class ProgramBuilder {
  public:
   // With named_groups_only, all ranks of a step's group take part in it; otherwise only the ranks that send or receive.
@@ -51,7 +50,7 @@ class ProgramBuilder {
   int64_t count_of(BufferId buffer) const { return program_.buffers[buffer].count; }
   BufferRange whole(BufferId buffer) const { return {buffer, 0, count_of(buffer)}; }
 
-  // Appends an instruction. Returns its ticket, which is only meaningful for a transfer.
+  // Appends an instruction and returns its index, which is the ticket of a transfer.
   Ticket emit(Operation operation);
   // Returns the last instruction if it belongs to the current step and chunk, else null.
   Instruction* last_of_chunk();
@@ -65,8 +64,8 @@ class ProgramBuilder {
   void copy_shared(const Step& step, BufferId current, BufferId next);
 
   // Removes and returns the last Wait and all instructions after it, so that the caller can emit others before it and
-  // then call put_back. Returns none if there is no Wait at or after index `first`, or if an instruction after it
-  // communicates.
+  // then append these again with put_back. Returns none if there is no Wait at or after index `first`, or if an
+  // instruction after it communicates.
   std::vector<Instruction> take_last_wait(int first);
   void put_back(std::vector<Instruction> instructions);
 
@@ -105,10 +104,10 @@ Reduction reduction_of(const Step& step);
 std::vector<BufferRange> by_position(const Mesh& mesh, const std::vector<Rank>& group,
                                      const std::vector<BufferRange>& by_index);
 
-// Returns the ranges of a staging buffer (a temporary that received contributions), each of `row` elements, one for
-// each rank of the group, in the order in which a reduction adds them.
-std::vector<BufferRange> rows_of(const ProgramBuilder& builder, const Reduction& reduction, BufferId staging,
-                                 int64_t row, int group);
+// Returns the contributions that were received into a staging buffer, one for each rank of the group, each of `count`
+// elements, in the order in which the reduction adds them.
+std::vector<BufferRange> contributions_in(const ProgramBuilder& builder, const Reduction& reduction, BufferId staging,
+                                          int64_t count, int group);
 
 // result = the reduction of the parts, including the division and the root.
 void reduce_parts(ProgramBuilder& builder, const Reduction& reduction, std::vector<BufferRange> parts,
@@ -117,22 +116,28 @@ void reduce_parts(ProgramBuilder& builder, const Reduction& reduction, std::vect
 // Applies the division and the root after a native collective, which does neither.
 void finish_native(ProgramBuilder& builder, const Reduction& reduction, BufferRange result);
 
-// A transfer or reduction as a list of functions that emit its stages one after the other; other work can be emitted in
-// between. Each stage but the last ends with transfers in flight, and each stage but the first begins by waiting for
-// them.
+// A reduction as a list of functions that emit its stages, one function per stage. The caller may emit other work
+// between stages. Each stage but the last ends with a transfer in flight, and each stage but the first begins by
+// waiting for it.
 using Stages = std::vector<std::function<void()>>;
 
-// result = the reduction of `contribution` over the group, on all its ranks. Contributions are exchanged and summed by
-// this library.
+// result = the reduction of `contribution` over the group, on all its ranks. Ranks exchange contributions by transfers
+// that move data, and reduce them locally. With more than two ranks, each rank reduces one chunk. Rank 1 of 4, with a
+// contribution of 24 elements in b0 and the result in b1:
+//
+//   stage 0   all_to_all b0 (6, 6, 6, 6) -> b2 (6, 6, 6, 6)   receives chunk 1 of all contributions
+//   stage 1   wait; reduce the 4 parts of b2 -> b1[6:12]      its chunk of the result
+//             all_to_all b3 (6, 6, 6, 6) -> b1 (6, 6, 6, 6)   b3: a copy of its chunk for each rank
+//   stage 2   wait
 Stages composed_all_reduce(ProgramBuilder& builder, int group, const Reduction& reduction, BufferRange contribution,
                            BufferRange result);
-// Reduces `data` in place with the backend's own collective.
+// Reduces `data` in place with the transport's all-reduce.
 Stages native_all_reduce(ProgramBuilder& builder, int group, const Reduction& reduction, BufferRange data);
 
 // Emits one move from the buffer `current`, which holds the layout before, to the buffer `next` for the layout after.
 void compile_step(ProgramBuilder& builder, const Step& step, BufferId current, BufferId next);
 
-// Returns the name of a plan's step for error messages.
+// Returns the text of a plan's step for error messages: "step 1 of 2 (all_gather over dp)".
 std::string step_text(const Plan& plan, size_t index);
 
 // Emits the steps [begin, end) of a plan, starting from the buffer `current`. Returns the buffer with the result. In

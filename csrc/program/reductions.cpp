@@ -1,4 +1,4 @@
-// Compiles pending reductions, either to the backend's own collectives or to exchanges followed by local sums.
+// Compiles pending reductions, either to the transport's own collectives or to exchanges followed by local sums.
 #include <algorithm>
 #include <memory>
 #include <numeric>
@@ -34,12 +34,12 @@ std::vector<BufferRange> by_position(const Mesh& mesh, const std::vector<Rank>& 
   return ranges;
 }
 
-std::vector<BufferRange> rows_of(const ProgramBuilder& builder, const Reduction& reduction, BufferId staging,
-                                 int64_t row, int group) {
+std::vector<BufferRange> contributions_in(const ProgramBuilder& builder, const Reduction& reduction, BufferId staging,
+                                          int64_t count, int group) {
   const std::vector<Rank>& members = builder.program().groups[group].ranks;
-  std::vector<BufferRange> rows;
-  for (size_t m = 0; m < members.size(); ++m) rows.push_back({staging, static_cast<int64_t>(m) * row, row});
-  return by_position(*reduction.mesh, members, rows);
+  std::vector<BufferRange> ranges;
+  for (size_t m = 0; m < members.size(); ++m) ranges.push_back({staging, static_cast<int64_t>(m) * count, count});
+  return by_position(*reduction.mesh, members, ranges);
 }
 
 namespace {
@@ -67,7 +67,7 @@ void finish_native(ProgramBuilder& builder, const Reduction& reduction, BufferRa
 
 namespace {
 
-// Two ranks send each other their contributions, and both add them in the same order. That sends as many bytes as
+// Two ranks send each other their contributions, and both add them in the same order. This sends as many bytes as
 // all_reduce_in_chunks, in one transfer instead of two.
 Stages all_reduce_of_two(ProgramBuilder& b, int g, const Reduction& reduction, BufferRange contribution,
                          BufferRange result) {
@@ -88,10 +88,10 @@ Stages all_reduce_of_two(ProgramBuilder& b, int g, const Reduction& reduction, B
           }};
 }
 
-// Sends this rank's reduced chunk to all other ranks, and receives the chunks of the other ranks. `chunks` has the
-// ranges of all ranks' chunks in the result. An all-to-all sends from one run, so it gets a copy of the chunk for each
-// rank.
-Ticket start_gather(ProgramBuilder& b, int g, const std::vector<BufferRange>& chunks) {
+// Starts to send this rank's reduced chunk to all other ranks, and to receive the chunks of the other ranks. `chunks`
+// has the ranges of all ranks' chunks in the result. An all-to-all sends from one run, which has a copy of the chunk
+// for each rank.
+Ticket start_chunk_gather(ProgramBuilder& b, int g, const std::vector<BufferRange>& chunks) {
   const int64_t me = b.program().groups[g].index;
   const auto k = static_cast<int64_t>(chunks.size());
   const BufferRange own = chunks[me];
@@ -139,8 +139,8 @@ Stages all_reduce_in_chunks(ProgramBuilder& b, int g, const Reduction& reduction
           },
           [=, &b] {
             b.wait(*ticket);
-            if (own.count > 0) reduce_parts(b, reduction, rows_of(b, reduction, staging, own.count, g), own);
-            *ticket = start_gather(b, g, reduced);
+            if (own.count > 0) reduce_parts(b, reduction, contributions_in(b, reduction, staging, own.count, g), own);
+            *ticket = start_chunk_gather(b, g, reduced);
           },
           [=, &b] { b.wait(*ticket); }};
 }
@@ -178,7 +178,7 @@ class PendingReduction {
     for (int64_t round = 0; round < step.rounds; ++round) reduce_scatter(step, g, current, next, round);
   }
 
-  // Emits one round. `g` is the group.
+  // Emits one round of a reduce-scatter. `g` is the group.
   void reduce_scatter(const Step& step, int g, BufferId current, BufferId next, int64_t round) {
     const Region held = b_.region_in(step.before);
     // All members hold the same region, so either all of them have messages or none has.

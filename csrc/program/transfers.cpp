@@ -151,16 +151,16 @@ void Messages::copy(ProgramBuilder& builder, int64_t except) const {
   };
   for (const Message& message : messages_) {
     if (!message.is_staged || message.peer == except) continue;
-    int64_t at = message.range.offset;
+    int64_t offset = message.range.offset;
     for (const TransferItem& item : message.items) {
       if (item.tensor != kMissingBuffer) {
         if (item.tensor != tensor || message.range.buffer != staging) emit();
         tensor = item.tensor;
         staging = message.range.buffer;
-        append(boxes, side_ == Side::kSent ? item.elements.boxes(CopySide::local(), CopySide::packed(at))
-                                           : item.elements.boxes(CopySide::packed(at), CopySide::local()));
+        append(boxes, side_ == Side::kSent ? item.elements.boxes(CopySide::local(), CopySide::packed(offset))
+                                           : item.elements.boxes(CopySide::packed(offset), CopySide::local()));
       }
-      at += item.elements.count();
+      offset += item.elements.count();
     }
   }
   emit();
@@ -170,6 +170,7 @@ void Messages::copy(ProgramBuilder& builder, int64_t except) const {
 
 namespace {
 
+// Starts the transfer of a set whose two sides are given separately.
 Ticket start(ProgramBuilder& builder, int group, const Messages& sends, const Messages& receives,
              TransferMethod transfer_method) {
   const auto group_size = static_cast<int64_t>(builder.program().groups[group].ranks.size());
@@ -193,9 +194,9 @@ Ticket start(ProgramBuilder& builder, const TransferSet& set, TransferMethod tra
 
 namespace {
 
-// Decides whether this rank's own part is sent along, as a message to itself. If so, adds it to both sides of the set.
-// `me` is this rank's index in the group.
-bool carries_own(TransferSet& set, TransferMethod transfer_method, const std::vector<OwnItem>& own,
+// Adds this rank's own part to both sides of the set, as a message to itself, if that saves packing or if the method is
+// an all-gather. Returns true if it did. `me` is this rank's index in the group.
+bool try_add_own(TransferSet& set, TransferMethod transfer_method, const std::vector<OwnItem>& own,
                  const Staging& staging, int64_t me) {
   std::vector<TransferItem> sent;
   std::vector<TransferItem> received;
@@ -205,11 +206,12 @@ bool carries_own(TransferSet& set, TransferMethod transfer_method, const std::ve
     received.push_back({item.to, item.elements});
     own_count += item.elements.count();
   }
-  const auto staged = [&] { return set.sends.staged_count(staging) + set.receives.staged_count(staging); };
-  const int64_t staged_without = staged();
+  const auto num_staged = [&] { return set.sends.staged_count(staging) + set.receives.staged_count(staging); };
+  const int64_t staged_without = num_staged();
   set.sends.insert(me, std::move(sent));
   set.receives.insert(me, std::move(received));
-  if (transfer_method == TransferMethod::kAllGather || sends_own_part(staged(), staged_without, own_count)) return true;
+  if (transfer_method == TransferMethod::kAllGather || sends_own_part(num_staged(), staged_without, own_count))
+    return true;
   set.sends.remove(me);
   set.receives.remove(me);
   return false;
@@ -221,8 +223,7 @@ void copy_own(ProgramBuilder& builder, const std::vector<OwnItem>& own) {
     builder.copy(item.from, item.to, item.elements.boxes(CopySide::local(), CopySide::local()));
 }
 
-// Lowers an all-gather. Every rank sends its whole buffer; the messages are received in the result or in staging
-// memory.
+// Lowers an all-gather: every rank sends its whole buffer. Messages are received in the result or in staging memory.
 void gather(ProgramBuilder& builder, TransferSet& set, const std::vector<OwnItem>& own, int64_t me) {
   check_invariant(own.size() == 1, "an all-gather has ", own.size(), " tensors instead of one");
   set.receives.choose_memory(builder, {.is_one_run = true});
@@ -240,9 +241,9 @@ void exchange(ProgramBuilder& builder, TransferSet set, TransferMethod transfer_
               bool may_send_own) {
   const int64_t me = builder.program().groups[set.group].index;
   const Staging staging{.is_one_run = transfer_method != TransferMethod::kMessages};
-  const bool may_carry =
+  const bool may_add_own =
       transfer_method == TransferMethod::kAllGather || (transfer_method == TransferMethod::kAllToAll && may_send_own);
-  const bool sends_own = may_carry && carries_own(set, transfer_method, own, staging, me);
+  const bool sends_own = may_add_own && try_add_own(set, transfer_method, own, staging, me);
   if (transfer_method == TransferMethod::kAllGather) return gather(builder, set, own, me);
   set.sends.choose_memory(builder, staging);
   set.receives.choose_memory(builder, staging);
@@ -264,14 +265,14 @@ std::function<void()> start_sum(ProgramBuilder& builder, const Step& step, int g
     };
   }
   const auto k = static_cast<int64_t>(builder.program().groups[group].ranks.size());
-  const BufferId rows = builder.new_buffer(result.count * k);
+  const BufferId staging = builder.new_buffer(result.count * k);
   Messages received(Messages::Side::kReceived);
-  for (int64_t m = 0; m < k; ++m) received.add_placed(m, {rows, m * result.count, result.count});
+  for (int64_t m = 0; m < k; ++m) received.add_placed(m, {staging, m * result.count, result.count});
   const Ticket ticket = start(builder, group, contributions, received, TransferMethod::kAllToAll);
-  return [&builder, ticket, reduction, result, rows, group] {
+  return [&builder, ticket, reduction, result, staging, group] {
     builder.wait(ticket);
     if (result.count == 0) return;
-    reduce_parts(builder, reduction, rows_of(builder, reduction, rows, result.count, group), result);
+    reduce_parts(builder, reduction, contributions_in(builder, reduction, staging, result.count, group), result);
   };
 }
 

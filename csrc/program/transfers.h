@@ -1,8 +1,8 @@
 // The messages between the ranks of a group, and their lowering to instructions.
 //
 // A TransferSet lists which elements of which tensors this rank sends to each peer and receives from each peer.
-// `exchange` lowers the steps of plans, with or without rounds. Products lower one set for each chunk, and do other
-// work between the parts of the lowering:
+// `exchange` lowers the steps of plans, with or without rounds. Products lower one set for each chunk, and emit other
+// work between these parts of the lowering:
 //
 //   1. Messages::choose_memory  chooses the memory of each message during the transfer: its tensor, if it is one run
 //                               there and may stay, or staging memory;
@@ -63,10 +63,11 @@ class Messages {
   // `tensor` is missing.
   explicit Messages(Side side, BufferId tensor = kMissingBuffer) : side_(side), tensor_(tensor) {}
 
-  // Adds the message to or from a peer: items of one or more tensors, in the order of the message. For collectives,
-  // messages must be added by ascending peer.
+  // Appends the message to or from a peer: items of one or more tensors, in the order of the message. For collectives,
+  // messages must be appended by ascending peer.
   void add(int64_t peer, std::vector<TransferItem> items) { messages_.push_back(message(peer, std::move(items))); }
-  void insert(int64_t peer, std::vector<TransferItem> items);  // before greater peers
+  // Inserts a message before the messages of greater peers.
+  void insert(int64_t peer, std::vector<TransferItem> items);
   // Adds a message whose memory is already `range`. Either all messages of one side are added this way or none; if all,
   // `choose_memory` and `copy` have nothing to do.
   void add_placed(int64_t peer, BufferRange range);
@@ -91,9 +92,9 @@ class Messages {
   bool is_staged(size_t i) const { return messages_[i].is_staged; }
   bool is_any_staged() const;
   BufferRange run() const;  // all messages, which must be one run
-  // Returns the placed messages as operands of a SendReceive, without empty ones.
+  // Returns the placed messages as operands of a SendReceive. Leaves out empty messages.
   std::vector<SendReceive::Message> as_sent_or_received() const;
-  std::vector<int64_t> counts(int64_t group_size) const;  // by index in the group
+  std::vector<int64_t> counts(int64_t group_size) const;  // elements to or from each member of the group
 
   // Packs or unpacks: copies the items of staged messages between their tensors and staging memory, with one
   // instruction for each pair of buffers. Skips the message of the peer `except`.
@@ -105,11 +106,11 @@ class Messages {
     std::vector<TransferItem> items;
     int64_t count = 0;
     std::optional<BufferRange> run = std::nullopt;  // its range in the tensor, if its items are one run in one tensor
-    BufferRange range = {};
+    BufferRange range = {};                         // its memory, once chosen: `run` or staging memory
     bool is_staged = false;
   };
 
-  // Returns the message with its length and run.
+  // Returns a message with its length and its run.
   Message message(int64_t peer, std::vector<TransferItem> items) const;
   // Return the range of some items, or of all messages, in the tensor; nullopt if they are not one run there.
   std::optional<BufferRange> run_of(const std::vector<TransferItem>& items) const;
@@ -135,19 +136,20 @@ struct OwnItem {
   Selection elements;
 };
 
-// Starts the transfer of a placed set. Returns kNoTicket if it is sent as messages and there are none.
+// Emits the instruction that starts the transfer of a placed set. Returns kNoTicket if there are no messages to send or
+// receive.
 Ticket start(ProgramBuilder& builder, const TransferSet& set, TransferMethod transfer_method);
 
-// Lowers a set from tensors to tensors: starts it, copies the elements that stay on this rank (`own`) meanwhile, waits
-// and unpacks. An all-to-all also sends the own part if `may_send_own` and that saves packing. An all-gather always
-// does: it has one own item, sends the whole buffer `from`, and ignores the set's sends.
+// Lowers a set from tensors to tensors: packs, starts it, copies the elements that stay on this rank (`own`) meanwhile,
+// waits and unpacks. An all-to-all also sends the own part if `may_send_own` is true and that saves packing. An
+// all-gather always sends it: `own` has one item, whose whole buffer `from` is sent in place of set.sends.
 void exchange(ProgramBuilder& builder, TransferSet set, TransferMethod transfer_method, const std::vector<OwnItem>& own,
               bool may_send_own);
 
 // Starts a reduce-scatter among the members of a group. `contributions` has one part for each member, this rank
-// included, all in one run. The caller must call the returned function once: it waits, and writes the sum of the parts
-// for this rank to `result`, which is as long as one part. Uses the transport's reduce-scatter if it has one and the
-// parts for all members are `equally_long`, otherwise an all-to-all and a local sum.
+// included, all in one run. The caller must call the returned function once: it emits the Wait, and writes the sum of
+// the parts for this rank to `result`, which is as long as one part. Uses the transport's reduce-scatter if it has one
+// and the parts for all members are `equally_long`, otherwise an all-to-all and a local sum.
 std::function<void()> start_sum(ProgramBuilder& builder, const Step& step, int group, const Messages& contributions,
                                 bool equally_long, BufferRange result);
 
