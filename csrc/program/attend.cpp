@@ -13,8 +13,8 @@ std::optional<VisiblePart> visible_part(const Band& band, int64_t rows, int64_t 
   const int64_t last_column = std::min(columns - 1, rows - 1 - band.least);
   if (first_row > last_row || first_column > last_column) return std::nullopt;
   const int64_t shift = first_column - first_row;
-  Band moved{std::max(band.least + shift, Band::kMin), std::min(band.most + shift, Band::kMax)};
-  return VisiblePart{first_row, last_row - first_row + 1, first_column, last_column - first_column + 1, moved};
+  const Band shifted{std::max(band.least + shift, Band::kMin), std::min(band.most + shift, Band::kMax)};
+  return VisiblePart{first_row, last_row - first_row + 1, first_column, last_column - first_column + 1, shifted};
 }
 
 BlockShape shape_of(const Band& band, int64_t rows, int64_t columns) {

@@ -42,7 +42,8 @@ struct AttendSizes {
   int64_t value_depth = 0;  // elements per value or result head
 };
 
-// The keys that each query sees: query i of a block sees key j of another block exactly if least <= i - j <= most.
+// The keys that each query sees: query i of a block sees key j of another block exactly if least <= i - j <= most. For
+// causal attention within one block, least is 0 and most is kMax.
 struct Band {
   static constexpr int64_t kMin = std::numeric_limits<int64_t>::min() / 4;
   static constexpr int64_t kMax = std::numeric_limits<int64_t>::max() / 4;
@@ -54,8 +55,11 @@ struct Band {
   bool operator==(const Band&) const = default;
 };
 
-// The smallest rectangle with all visible pairs of a block product (queries are rows, keys are columns), and the band
-// relative to its first row and column.
+// The smallest rectangle with all visible pairs of a block product, and the band relative to its first row and column.
+// Queries are rows, keys are columns.
+//
+//   4 rows, 6 columns, band {2, kMax}: row 2 sees column 0, row 3 sees columns 0 and 1. The part has rows 2 and 3,
+//   columns 0 and 1, and the band {0, kMax - 2}: it is a triangle.
 struct VisiblePart {
   int64_t first_row = 0;
   int64_t rows = 0;
@@ -64,7 +68,7 @@ struct VisiblePart {
   Band band;
 };
 
-// Returns nothing if no query sees any key. Otherwise each row and each column of the part has a visible pair.
+// Returns nullopt if no query sees any key. Otherwise each row and each column of the part has a visible pair.
 std::optional<VisiblePart> visible_part(const Band& band, int64_t rows, int64_t columns);
 
 enum class BlockShape : uint8_t {

@@ -16,15 +16,15 @@ int64_t bytes_per_pair(const Product& o, const AttendItems& items) {
          (o.mask->head_stride == 0 ? 1 : o.sizes.heads);
 }
 
-// Returns the length of a bias's row in memory.
-int64_t aligned(int64_t columns) { return ceil_divide(columns, kBiasAlignment) * kBiasAlignment; }
+// Returns the number of elements from one row of a bias to the next in memory.
+int64_t row_length(int64_t columns) { return ceil_divide(columns, kBiasAlignment) * kBiasAlignment; }
 
-// Returns the largest number of rows whose bias has at most `pairs` elements. If a band is bounded on both sides, a
-// tile of few rows sees fewer than all columns.
-int64_t rows_of_tile(const VisiblePart& part, int64_t pairs) {
+// Returns the largest number of rows whose bias has at most `max_elements` elements, at least 1, by bisection. If a
+// band is bounded on both sides, a tile of few rows sees fewer than all columns.
+int64_t rows_of_tile(const VisiblePart& part, int64_t max_elements) {
   const auto fits = [&](int64_t rows) {
     const int64_t seen = part.band.most - part.band.least + rows;
-    return rows * aligned(std::min(part.columns, seen)) <= pairs;
+    return rows * row_length(std::min(part.columns, seen)) <= max_elements;
   };
   int64_t fitting = 1;
   int64_t too_many = part.rows + 1;
@@ -44,29 +44,30 @@ std::vector<VisiblePart> tiles(const Product& o, const AttendItems& items) {
   const bool has_rows =
       o.mask ? o.mask->row_stride != 0 : shape_of(all->band, all->rows, all->columns) == BlockShape::kOther;
   if (!has_rows) return {*all};
-  const int64_t most = rows_of_tile(*all, kMostBiasBytes / bytes_per_pair(o, items));
-  std::vector<VisiblePart> parts;
-  for (int64_t first = 0; first < all->rows; first += most) {
-    const Band below{std::max(all->band.least - first, Band::kMin), std::max(all->band.most - first, Band::kMin)};
-    std::optional<VisiblePart> tile = visible_part(below, std::min(most, all->rows - first), all->columns);
+  const int64_t tile_rows = rows_of_tile(*all, kMostBiasBytes / bytes_per_pair(o, items));
+  std::vector<VisiblePart> tiles;
+  for (int64_t first = 0; first < all->rows; first += tile_rows) {
+    // The band relative to row `first`.
+    const Band band{std::max(all->band.least - first, Band::kMin), std::max(all->band.most - first, Band::kMin)};
+    std::optional<VisiblePart> tile = visible_part(band, std::min(tile_rows, all->rows - first), all->columns);
     if (!tile) continue;
     tile->first_row += all->first_row + first;
     tile->first_column += all->first_column;
-    parts.push_back(*tile);
+    tiles.push_back(*tile);
   }
-  return parts;
+  return tiles;
 }
 
 // Returns the bytes of the largest bias of a tile.
 template <typename Product>
 int64_t bias_bytes(const Product& o, const AttendItems& items) {
-  int64_t most = 0;
+  int64_t largest = 0;
   for (const VisiblePart& tile : tiles(o, items)) {
     if (!o.mask && shape_of(tile.band, tile.rows, tile.columns) != BlockShape::kOther) continue;
     const int64_t rows = o.mask && o.mask->row_stride == 0 ? 1 : tile.rows;
-    most = std::max(most, rows * aligned(tile.columns) * bytes_per_pair(o, items));
+    largest = std::max(largest, rows * row_length(tile.columns) * bytes_per_pair(o, items));
   }
-  return most;
+  return largest;
 }
 
 // Returns the number of elements of the operands that are padded to equal depths: v and `num_results` tensors shaped

@@ -1,7 +1,8 @@
 // The scratch memory of attention products, in addition to buffers, and the tiles of rows that bound it.
 //
-// A product that is neither full nor a triangle, or has a mask, adds a bias to its scores. It is computed in tiles of
-// rows, each with the columns that its rows see, so that the bias takes at most kMostBiasBytes.
+// A product that is neither full nor a triangle, or has a mask, adds a bias to its scores: a tensor with one element
+// for each pair. The product is computed in tiles of rows, each with the columns that its rows see, so that the bias
+// takes at most kMostBiasBytes.
 #pragma once
 
 #include <cstdint>
@@ -25,12 +26,17 @@ struct AttendItems {
 
 // Returns the tiles by ascending rows; none if no query sees any key. A tile is the visible part of a range of rows. A
 // product is one tile if it has no bias, or if its bias is equal for all rows.
+//
+//   64 rows, 64 columns, band {-15, 15}, and a limit of 512 elements: 10 rows see at most 40 columns, 48 with
+//   alignment, which takes 480 elements. 11 rows would take 528. So a tile has 10 rows: rows 0 to 9 with columns 0 to
+//   24, rows 10 to 19 with columns 0 to 34, rows 20 to 29 with columns 5 to 44, and so on.
 std::vector<VisiblePart> tiles_of(const Attend& attend, const AttendItems& items);
 std::vector<VisiblePart> tiles_of(const AttendBackward& attend, const AttendItems& items);
 
-// Returns the most scratch bytes that a product takes at once: the bias of a tile, and padded operands. If values have
-// another depth than keys, the shallower operands are padded with zeros, because most fused kernels require equal
-// depths. Not counted: on devices other than the CPU, copies of operands whose depth is not a multiple of 16 bytes.
+// Return the maximum scratch bytes that a product takes at once: the bias of a tile, and padded operands. If values
+// have another depth than keys, the shallower operands are padded with zeros, because most fused kernels require equal
+// depths. On devices other than the CPU, operands whose depth is not a multiple of 16 bytes are copied; these copies
+// are not counted.
 int64_t scratch_bytes(const Attend& attend, const AttendItems& items);
 int64_t scratch_bytes(const AttendBackward& attend, const AttendItems& items);
 

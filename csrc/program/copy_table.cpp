@@ -6,10 +6,10 @@
 namespace shardwright {
 namespace {
 
-// A table that is kept with its copy.
-struct Kept {
+// A table that is stored with its copy.
+struct StoredTable {
   TableDevice::Upload upload;
-  bool is_there = false;     // the upload is known to be complete
+  bool is_uploaded = false;  // the upload is known to be complete
   bool is_captured = false;  // a graph reads it
 };
 
@@ -26,18 +26,18 @@ std::vector<std::shared_ptr<void>>& tables_in_graphs() {
 }
 
 // Makes the table readable by the graph that is being captured, from now on and in all replays.
-void ready_for_capture(TableDevice& device, Kept& kept) {
-  if (!kept.is_there) device.wait(kept.upload.event.get());
-  kept.is_there = true;
-  if (!kept.is_captured) tables_in_graphs().push_back(kept.upload.memory);
-  kept.is_captured = true;
+void ready_for_capture(TableDevice& device, StoredTable& table) {
+  if (!table.is_uploaded) device.wait(table.upload.event.get());
+  table.is_uploaded = true;
+  if (!table.is_captured) tables_in_graphs().push_back(table.upload.memory);
+  table.is_captured = true;
 }
 
 // Makes the current stream wait until the table is uploaded.
-void ready_for_stream(TableDevice& device, Kept& kept) {
-  kept.is_there = kept.is_there || device.is_done(kept.upload.event.get());
-  if (!kept.is_there) device.block(kept.upload.event.get());
-  if (!kept.is_captured) device.note_use(kept.upload);
+void ready_for_stream(TableDevice& device, StoredTable& table) {
+  table.is_uploaded = table.is_uploaded || device.is_done(table.upload.event.get());
+  if (!table.is_uploaded) device.block(table.upload.event.get());
+  if (!table.is_captured) device.note_use(table.upload);
 }
 
 // Appends the bytes of the items.
@@ -85,14 +85,14 @@ BoxTable table_on(TableDevice& device, int device_index, const StridedCopy& copy
   std::shared_ptr<void>& slot = copy.device_table(boxes, device_index);
   if (!slot) {
     const std::vector<uint8_t> bytes = pack_table(boxes, words_per_block);
-    auto uploaded = std::make_shared<Kept>();
-    uploaded->upload = is_capturing ? device.upload_beside_capture(bytes) : device.upload(bytes);
-    uploaded->is_there = uploaded->upload.event == nullptr;
-    slot = std::move(uploaded);
+    auto new_table = std::make_shared<StoredTable>();
+    new_table->upload = is_capturing ? device.upload_beside_capture(bytes) : device.upload(bytes);
+    new_table->is_uploaded = new_table->upload.event == nullptr;
+    slot = std::move(new_table);
   }
-  auto& kept = *static_cast<Kept*>(slot.get());
-  is_capturing ? ready_for_capture(device, kept) : ready_for_stream(device, kept);
-  return table_at(kept.upload.begin, boxes);
+  auto& table = *static_cast<StoredTable*>(slot.get());
+  is_capturing ? ready_for_capture(device, table) : ready_for_stream(device, table);
+  return table_at(table.upload.begin, boxes);
 }
 
 }  // namespace shardwright

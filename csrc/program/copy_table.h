@@ -26,8 +26,8 @@ struct BoxTable {
   const int32_t* first_box = nullptr;   // by block: the box of its first word; plus one entry, the last box
   int64_t num_boxes = 0;
 
-  // Returns the box of the word `word` in block number `block`. It is between the first box of this block and the first
-  // box of the next block.
+  // Returns the box of word number `word`, which thread block `block` copies. It is between the first box of this block
+  // and the first box of the next block.
   SHARDWRIGHT_HOST_DEVICE int64_t box_in_block(int64_t block, int64_t word) const {
     const int64_t first = first_box[block];
     return first + box_of(first_word + first, first_box[block + 1] - first + 1, word);

@@ -13,9 +13,8 @@
 namespace shardwright {
 namespace {
 
-constexpr int64_t kMaxWords = int64_t{1} << 31;  // a box must have fewer words
-// Minimum bytes for each thread.
-constexpr int64_t kGrainBytes = int64_t{1} << 18;
+constexpr int64_t kMaxWords = int64_t{1} << 31;    // a box must have fewer words
+constexpr int64_t kGrainBytes = int64_t{1} << 18;  // minimum bytes for each thread
 
 // A dim of a box. Strides are in elements.
 struct Dim {
@@ -24,8 +23,9 @@ struct Dim {
   int64_t dst;  // stride in the destination
 };
 
-// Returns the simplified dims of a box. The last dim is a run on both sides. Returns nothing for an empty box.
-std::optional<std::vector<Dim>> merged(Box box) {
+// Returns the dims of a box, merged where possible. The last dim is a run on both sides. Returns nullopt for an empty
+// box.
+std::optional<std::vector<Dim>> merged_dims(Box box) {
   if (std::find(box.sizes.begin(), box.sizes.end(), 0) != box.sizes.end()) return std::nullopt;
   box.simplify();
   std::vector<Dim> dims;
@@ -43,13 +43,14 @@ int common_width(int most, std::initializer_list<int64_t> bytes) {
   return static_cast<int>(width);
 }
 
-// Turns boxes into boxes of words, by the width of words. `alignment` is that of both addresses, in bytes.
+// Turns boxes into boxes of words, sorted by the width of words. `alignment` is the alignment of both addresses, in
+// bytes.
 class Preparation {
  public:
   Preparation(int64_t item_bytes, int alignment) : item_(item_bytes), alignment_(alignment) {}
 
   void add(const Box& box) {
-    if (const auto dims = merged(box)) add(box.src_offset, box.dst_offset, *dims);
+    if (const auto dims = merged_dims(box)) add(box.src_offset, box.dst_offset, *dims);
   }
 
   std::vector<WordBoxes> take() {
@@ -63,8 +64,8 @@ class Preparation {
   void add(int64_t src, int64_t dst, std::vector<Dim> dims) {
     int64_t items = 1;
     for (const Dim& dim : dims) items *= dim.size;
-    const bool too_large = items * item_ >= kMaxWords;  // words may be single bytes
-    if (dims.size() > kMaxCopyDims || too_large) return split(src, dst, std::move(dims));
+    const bool is_too_large = items * item_ >= kMaxWords;  // words may be single bytes
+    if (dims.size() > kMaxCopyDims || is_too_large) return split(src, dst, std::move(dims));
     const Dim& run = dims.back();
     int width = common_width(alignment_, {src * item_, dst * item_, run.size * item_});
     for (size_t d = 0; d + 1 < dims.size(); ++d)
@@ -104,9 +105,9 @@ class Preparation {
     }
   }
 
-  int64_t item_;
-  int alignment_;
-  std::map<int, WordBoxes> by_width_;
+  int64_t item_;                       // bytes of an element
+  int alignment_;                      // of both addresses, in bytes
+  std::map<int, WordBoxes> by_width_;  // by negated bytes of a word
 };
 
 // Copies `count` runs of kBytes bytes. Strides are in bytes.
@@ -172,7 +173,7 @@ void run_boxes(const WordBoxes& boxes, const char* src, char* dst, const Paralle
   }
   const int64_t num_runs = boxes.first_run.back();
   const int64_t run_bytes = std::max<int64_t>(boxes.words() * boxes.word_bytes / num_runs, 1);
-  const auto copy_some = [&](int64_t begin, int64_t end) {
+  const auto copy_range = [&](int64_t begin, int64_t end) {
     int64_t b = box_of(boxes.first_run.data(), static_cast<int64_t>(boxes.boxes.size()), begin);
     for (; begin < end; ++b) {
       const int64_t first = boxes.first_run[b];
@@ -181,7 +182,7 @@ void run_boxes(const WordBoxes& boxes, const char* src, char* dst, const Paralle
       begin = last;
     }
   };
-  parallel_for(num_runs, std::max<int64_t>(kGrainBytes / run_bytes, 1), copy_some);
+  parallel_for(num_runs, std::max<int64_t>(kGrainBytes / run_bytes, 1), copy_range);
 }
 
 // Returns the largest power of two, up to kMaxWordBytes, that divides both addresses.
@@ -199,7 +200,7 @@ Divisor::Divisor(uint32_t n) : divisor(n) {
   shift = log - 1;
 }
 
-// The results that are kept: boxes by alignment of the addresses, and tables by boxes and device.
+// The caches: boxes by alignment of the addresses, and tables by boxes and device.
 struct StridedCopy::State {
   std::mutex mutex;
   std::map<int, std::unique_ptr<std::vector<WordBoxes>>> by_alignment;
@@ -221,13 +222,13 @@ const std::vector<WordBoxes>& StridedCopy::at(const void* src, const void* dst) 
 
 const std::vector<WordBoxes>& StridedCopy::for_alignment(int bytes) const {
   const std::lock_guard lock(state_->mutex);
-  std::unique_ptr<std::vector<WordBoxes>>& kept = state_->by_alignment[bytes];
-  if (!kept) {
+  std::unique_ptr<std::vector<WordBoxes>>& cached = state_->by_alignment[bytes];
+  if (!cached) {
     Preparation preparation(item_bytes_, bytes);
     for (const Box& box : boxes_) preparation.add(box);
-    kept = std::make_unique<std::vector<WordBoxes>>(preparation.take());
+    cached = std::make_unique<std::vector<WordBoxes>>(preparation.take());
   }
-  return *kept;
+  return *cached;
 }
 
 std::shared_ptr<void>& StridedCopy::device_table(const WordBoxes& boxes, int device) const {

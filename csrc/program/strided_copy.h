@@ -1,9 +1,14 @@
 // Copies of boxes, prepared for fast execution: dims are merged, elements are widened to words, and words are numbered.
 //
-// A box of a row-major part in a packed buffer is a grid of runs, and a run is contiguous on both sides. Each box is
-// copied in words as wide as its sizes, strides and offsets allow. All words of a copy are numbered consecutively, so
-// any range of numbers is a share of the work, whatever the boxes are. A GPU thread copies some numbers (locate); a CPU
-// thread copies runs. Both use the same tables, and `locate` compiles for both.
+// A box is a grid of runs, which are contiguous on both sides. Each box is copied in words as wide as its sizes,
+// strides and offsets allow. All words of a copy are numbered consecutively, so any range of numbers is a share of the
+// work, whatever the boxes are. A GPU thread copies the words with some numbers (locate); a CPU thread copies runs.
+// Both use the same tables, and `locate` compiles for both.
+//
+//   Columns 2 to 5 of a float32[3, 8] tensor to a packed buffer, both 16-byte aligned: 3 runs of 16 bytes. They begin
+//   at bytes 8, 40 and 72, so words have 8 bytes. The WordBox has sizes {3, 2}, source strides {4, 1}, destination
+//   strides {2, 1} and src_offset 1, in words. Word 3 is the second word of row 1: source 1 + 4 + 1 = 6, destination 2
+//   + 1 = 3.
 #pragma once
 
 #include <cstdint>
@@ -19,8 +24,9 @@ namespace shardwright {
 constexpr int kMaxCopyDims = 7;    // maximum number of dims of a WordBox; boxes with more are split
 constexpr int kMaxWordBytes = 16;  // maximum width of a word
 
-// Computes n / divisor, for n below 2^31, with a multiplication: the high half of n * multiplier, shifted. See Granlund
-// and Montgomery, "Division by Invariant Integers using Multiplication", 1994.
+// Computes n / divisor, for n below 2^31, with a multiplication: the high half of n * multiplier, shifted right. For
+// divisor 3, multiplier 0xAAAAAAAB and shift 1: 7 * 0xAAAAAAAB has the high half 4, and 4 >> 1 = 2. See Granlund and
+// Montgomery, "Division by Invariant Integers using Multiplication", 1994.
 struct Divisor {
   uint32_t divisor = 1;
   uint32_t multiplier = 0;
@@ -62,17 +68,18 @@ struct WordBox {
       const int64_t dst_stride = dst_strides[d];
       SHARDWRIGHT_UNROLL
       for (int w = 0; w < kCount; ++w) {
-        const uint32_t rest = d == 0 ? 0 : size.quotient(i[w]);
-        const int64_t at = i[w] - rest * size.divisor;
-        src[w] += at * src_stride;
-        dst[w] += at * dst_stride;
-        i[w] = rest;
+        const uint32_t outer = d == 0 ? 0 : size.quotient(i[w]);
+        const int64_t index = i[w] - outer * size.divisor;  // along dim d
+        src[w] += index * src_stride;
+        dst[w] += index * dst_stride;
+        i[w] = outer;
       }
     }
   }
 };
 
-// Returns the index of the last of `count` ascending values in `first` that is at most `i`. Requires first[0] <= i.
+// Returns the box with word (or run) number `i`: the index of the last of the `count` ascending numbers in `first` that
+// is at most `i`. Requires first[0] <= i.
 SHARDWRIGHT_HOST_DEVICE int64_t box_of(const int64_t* first, int64_t count, int64_t i) {
   int64_t low = 0;
   while (count > 1) {
@@ -94,12 +101,13 @@ struct WordBoxes {
   int64_t words() const { return first_word.back(); }
 };
 
-// The boxes of a copy. Their words are computed and kept for each alignment of addresses that occurs.
+// The boxes of a copy. Their words are computed, and cached, for each alignment of addresses that occurs. Thread-safe.
 class StridedCopy {
  public:
   StridedCopy(const std::vector<Box>& boxes, int64_t item_bytes);
 
-  // Returns the boxes for memory at these addresses, with words as wide as the addresses allow.
+  // Returns the boxes for memory at these addresses, with words as wide as the addresses allow: one WordBoxes for each
+  // width of words, widest first.
   const std::vector<WordBoxes>& at(const void* src, const void* dst) const;
 
   const std::vector<Box>& boxes() const { return boxes_; }
@@ -111,16 +119,18 @@ class StridedCopy {
   std::shared_ptr<void>& device_table(const WordBoxes& boxes, int device) const;
 
  private:
+  // Returns the boxes for addresses of this alignment, in bytes.
   const std::vector<WordBoxes>& for_alignment(int bytes) const;
 
   std::vector<Box> boxes_;
   int64_t item_bytes_;
   int64_t bytes_ = 0;
-  struct State;  // made on first use, under a lock
+  struct State;  // the caches, under a lock
   std::shared_ptr<State> state_;
 };
 
-// Runs `body(begin, end)` over disjoint ranges of [0, count), each of at least `grain`, on any number of threads.
+// A function that calls `body(begin, end)` for disjoint ranges that cover [0, count), each of at least `grain` indices
+// unless `count` is smaller, on any number of threads.
 using ParallelFor =
     std::function<void(int64_t count, int64_t grain, const std::function<void(int64_t, int64_t)>& body)>;
 
