@@ -19,7 +19,7 @@
 namespace shardwright {
 namespace {
 
-// One rank's sends, receives and local copies in a step's exchange, by round.
+// One rank's messages in a step's exchange, divided into rounds, and the elements that stay on the rank.
 class RankPart {
  public:
   // `participants` are this rank and all ranks that may exchange something with it, ascending.

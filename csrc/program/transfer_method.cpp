@@ -5,10 +5,10 @@
 namespace shardwright {
 namespace {
 
-// In larger groups, examining every pair costs more than it saves, so messages are always used.
+// Larger groups always use messages, because examining every pair takes more time than it saves.
 constexpr size_t kMaxGroupForPairs = 512;
 
-// Gloo's single messages can stall, but its all-to-all does not. Among up to this many ranks, an all-to-all is faster
+// Single messages of Gloo can stall, but its all-to-all does not. Up to this number of ranks, an all-to-all is faster
 // even if some pairs exchange nothing.
 constexpr size_t kMaxSparseAllToAll = 8;
 

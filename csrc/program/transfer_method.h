@@ -23,15 +23,15 @@ enum class TransferMethod : uint8_t {
   kMessages,   // messages between the ranks that exchange anything
 };
 
-// The part of one member of a group in a step that moves data.
+// The transfer of one member of a group in a step that moves data.
 struct DataMove {
-  std::optional<TransferMethod> transfer_method;  // if not set, the rank only copies and exchanges nothing
+  std::optional<TransferMethod> transfer_method;  // not set: the member copies its own elements and exchanges nothing
   std::vector<size_t> partners;  // members of the group that take part, this one included; empty for all
 };
 
-// Returns the part of one member (an index into the group's members) in a step that moves data. All members take part
-// in an all-gather, with named_groups_only, or if the lowering does not narrow groups. Otherwise only this member's
-// connected component takes part: the members connected to it by what they exchange. Computes the connected components
+// Returns the transfer of one member (an index into the group's members) in a step that moves data. All members take
+// part in an all-gather, with named_groups_only, or if the lowering does not narrow groups. Otherwise only the member's
+// connected component takes part, where an edge joins two members that exchange data. Computes the connected components
 // of the group on first use.
 DataMove data_move_of(const Step& step, const MeshExchange& exchange, MeshExchange::Group& group, size_t member,
                       Lowering lowering, bool named_groups_only);
@@ -47,7 +47,8 @@ inline bool sends_own_part(int64_t packed_with_it, int64_t packed_without, int64
 }
 
 // Determines whether messages are one run in their tensor, as collectives require: in the order of add(), each message
-// begins where the one before ends. Empty messages are ignored.
+// begins where the one before ends. Empty messages are ignored. The elements [4, 6), [6, 6) and [6, 10) are a run of 6
+// elements; [4, 6) and [8, 10) are none.
 class RunOfMessages {
  public:
   // `first` is the index of the message's first element in the tensor, if `is_run`.
@@ -58,7 +59,7 @@ class RunOfMessages {
     next_ = first + count;
     total_ += count;
   }
-  // Returns true if the messages added so far are one run.
+  // True if the messages added so far are one run.
   bool is_run() const { return is_run_; }
   int64_t first() const { return first_; }  // first element of the run, if there is a message
   int64_t total() const { return total_; }  // number of elements of all messages

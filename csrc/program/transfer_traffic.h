@@ -7,8 +7,8 @@
 
 namespace shardwright {
 
-// The traffic of one rank in one transfer. For an all-reduce by the transport it is the traffic of a ring: every rank
-// forwards 2 (k - 1) messages, each 1/k of the data.
+// The traffic of one rank in one transfer. For the transport's all-reduce it is the traffic of a ring of k ranks: every
+// rank forwards 2 (k - 1) messages, each 1/k of the data.
 struct TransferTraffic {
   int64_t received_bytes = 0;
   int64_t sent_bytes = 0;
@@ -20,7 +20,7 @@ struct TransferTraffic {
   int64_t messages() const { return received_messages + sent_messages; }
 };
 
-// Returns zeros for instructions that compute or wait. Does not count a rank's message to itself in an all-to-all.
+// Returns the traffic of a transfer, without a rank's message to itself, and zeros for other instructions.
 TransferTraffic traffic_of(const Program& program, const Operation& operation);
 
 // Returns the traffic of those messages of `transfer` whose peer is on the same node as this rank. Nodes are
