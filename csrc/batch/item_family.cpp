@@ -30,11 +30,11 @@ std::optional<IndexMap> map_of_local_dims(const Layout& src, const Layout& dst, 
     row *= size;
   }
   std::vector<MapAxis> axes;
-  const auto local = [&](int dim) { return dim < 0 ? dim : std::max(dim - flattened + 1, 0); };
+  const auto local_dim = [&](int dim) { return dim < 0 ? dim : std::max(dim - flattened + 1, 0); };
   for (const MapAxis& axis : map.axes()) {
     const bool is_first = axis.src_dim == 0 && axis.dst_dim == 0;
     if (!is_first && axis.src_dim >= 0 && axis.src_dim < flattened) continue;
-    MapAxis local_axis{local(axis.src_dim), local(axis.dst_dim), axis.src_begin, axis.dst_begin, axis.length};
+    MapAxis local_axis{local_dim(axis.src_dim), local_dim(axis.dst_dim), axis.src_begin, axis.dst_begin, axis.length};
     if (is_first) {
       local_axis.src_begin *= row;
       local_axis.dst_begin *= row;
@@ -67,26 +67,24 @@ GridExchange grid_exchange_of(const Layout& src, const Layout& dst, const IndexM
 }  // namespace
 
 ItemFamily::ItemFamily(const Layout& src, const Layout& dst, const IndexMap& map) : src_(src), dst_(dst) {
-  if (src.is_partition() && dst.is_partition()) in_local_dims_ = map_of_local_dims(src, dst, map);
-  only_ = in_local_dims_ ? grid_exchange(*in_local_dims_) : indexed_exchange(src, dst, map);
+  if (src.is_partition() && dst.is_partition()) local_map_ = map_of_local_dims(src, dst, map);
+  only_exchange_ = local_map_ ? grid_exchange(*local_map_) : indexed_exchange(src, dst, map);
 }
 
-// Returns the only exchange of the family. If first senders alternate, returns null and sets sender_groups_ and
-// replicas_each_ instead.
 ExchangePtr ItemFamily::grid_exchange(const IndexMap& map) {
   auto by_bytes = std::make_shared<const GridExchange>(grid_exchange_of(src_, dst_, map, ReplicaPolicy::kEvenBytes, 0));
   const int64_t replicas = by_bytes->src().replicas();
   const bool shares = by_bytes->largest_quota() * wire_dtype(src_, dst_).size_bytes() >= kLeastShareBytes;
   if (shares || replicas == 1) return by_bytes;
   sender_groups_ = std::min(replicas, kMaxSenderGroups);
-  replicas_each_ = replicas / sender_groups_;
+  first_sender_step_ = replicas / sender_groups_;
   return nullptr;
 }
 
 ExchangePtr ItemFamily::exchange(int64_t sender_group) const {
-  if (only_) return only_;
+  if (only_exchange_) return only_exchange_;
   return std::make_shared<const GridExchange>(
-      grid_exchange_of(src_, dst_, *in_local_dims_, ReplicaPolicy::kWholeMessages, sender_group * replicas_each_));
+      grid_exchange_of(src_, dst_, *local_map_, ReplicaPolicy::kWholeMessages, sender_group * first_sender_step_));
 }
 
 int64_t total_received_elements(const Layout& src, const Layout& dst, const IndexMap& map) {

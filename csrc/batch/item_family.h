@@ -34,12 +34,13 @@ using ExchangePtr = std::shared_ptr<const Exchange>;
 // The exchanges of all items with two given layouts and a given map: one exchange for each sender group.
 class ItemFamily {
  public:
-  // If the shares of candidate senders would be below this, one of them sends a whole message instead.
+  // Candidate senders share a message evenly if a share has at least this many bytes. Otherwise one of them sends the
+  // whole message.
   static constexpr int64_t kLeastShareBytes = 16 << 10;
   static constexpr int64_t kMaxSenderGroups = 16;  // maximum number of first senders that alternate
 
-  // The layouts must outlive the family and have no pending reductions. Throws UserError on too many runs in a
-  // flattened part.
+  // The layouts must outlive the family and have no pending reductions. Throws UserError if a part of a flattened
+  // layout has too many runs.
   ItemFamily(const Layout& src, const Layout& dst, const IndexMap& map);
 
   // Returns the number of sender groups; 1 if first senders do not alternate.
@@ -48,14 +49,16 @@ class ItemFamily {
   ExchangePtr exchange(int64_t sender_group) const;
 
  private:
+  // Returns the only exchange of a family with a GridExchange. If first senders alternate, returns null and sets
+  // sender_groups_ and first_sender_step_ instead.
   ExchangePtr grid_exchange(const IndexMap& map);
 
   const Layout& src_;
   const Layout& dst_;
-  std::optional<IndexMap> in_local_dims_;  // the map between dims of Layout::shape(); set with a GridExchange
-  ExchangePtr only_;                       // set if there is only one sender group
+  std::optional<IndexMap> local_map_;  // the map between dims of Layout::shape(); set with a GridExchange
+  ExchangePtr only_exchange_;          // set if there is only one sender group
   int64_t sender_groups_ = 1;
-  int64_t replicas_each_ = 1;  // distance between consecutive first senders, in replicas
+  int64_t first_sender_step_ = 1;  // from one first sender to the next, in replicas
 };
 
 // Returns the number of elements that all ranks together receive if the item is moved from `src`.

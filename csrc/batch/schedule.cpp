@@ -15,14 +15,14 @@ int64_t scaled(int64_t a, int64_t b, int64_t c) { return static_cast<int64_t>(st
 
 // Returns an upper bound on the elements that a rank packs for a piece. Both ends are rounded down in each message, so
 // a piece that does not begin at 0 may have one element more of each message than its share.
-int64_t most_elements(const ItemLoad& load, int64_t begin, int64_t end) {
+int64_t elements_at_most(const ItemLoad& load, int64_t begin, int64_t end) {
   if (begin == 0) return end == kWhole ? load.elements : scaled(load.elements, end, kWhole);
   return std::min(load.elements, scaled(load.elements, end - begin, kWhole) + load.messages);
 }
 
 // Returns the last mark at which a piece that begins at `begin` may end to have at most `room` elements.
 int64_t last_mark(const ItemLoad& load, int64_t begin, int64_t room) {
-  if (most_elements(load, begin, kWhole) <= room) return kWhole;
+  if (elements_at_most(load, begin, kWhole) <= room) return kWhole;
   if (begin == 0) return scaled(room, kWhole, load.elements);
   return room <= load.messages ? begin : begin + scaled(room - load.messages, kWhole, load.elements);
 }
@@ -44,14 +44,14 @@ void Scheduler::open_round() {
   }
 }
 
-void Scheduler::take(Used& used, const std::vector<ItemLoad>& loads, const ItemPiece& piece) {
-  int64_t most = 0;
+void Scheduler::add_piece(Used& used, const std::vector<ItemLoad>& loads, const ItemPiece& piece) {
+  int64_t largest = 0;
   for (const ItemLoad& load : loads) {
     int64_t& elements = used[load.rank];
-    elements += most_elements(load, piece.begin, piece.end);
-    most = std::max(most, elements);
+    elements += elements_at_most(load, piece.begin, piece.end);
+    largest = std::max(largest, elements);
   }
-  largest_round_bytes_ = std::max(largest_round_bytes_, most * element_bytes_);
+  largest_round_bytes_ = std::max(largest_round_bytes_, largest * element_bytes_);
 }
 
 std::vector<ItemPiece> Scheduler::add(int item, const std::vector<ItemLoad>& loads, int64_t element_bytes) {
@@ -67,13 +67,14 @@ std::vector<ItemPiece> Scheduler::add(int item, const std::vector<ItemLoad>& loa
   const int64_t busiest = loads.front().elements;
   int64_t messages = 0;
   for (const ItemLoad& load : loads) messages = std::max(messages, load.messages);
-  const bool may_split = bucket >= 2 * messages;
-  check_user(busiest <= bucket || may_split, "bucket_bytes must be at least ", 2 * messages * element_bytes, ", got ",
+  const bool can_split = bucket >= 2 * messages;
+  check_user(busiest <= bucket || can_split, "bucket_bytes must be at least ", 2 * messages * element_bytes, ", got ",
              bucket_bytes_, ": item ", item, " must be split, and a bucket must hold 2 elements of each of up to ",
              messages, " messages");
 
-  // Returns the last mark for which a round has room, or `begin` if the piece would be below an eighth of a bucket.
-  const auto mark_in = [&](const Used& used, int64_t begin, bool only_whole) {
+  // Returns the last mark at which a piece that begins at `begin` may end in a round. Returns `begin` if the piece
+  // would be below an eighth of a bucket, or would not end the item although `only_whole` is set.
+  const auto last_mark_in = [&](const Used& used, int64_t begin, bool only_whole) {
     int64_t end = kWhole;
     for (const ItemLoad& load : loads) {
       end = std::min(end, last_mark(load, begin, bucket - used[load.rank]));
@@ -83,9 +84,9 @@ std::vector<ItemPiece> Scheduler::add(int item, const std::vector<ItemLoad>& loa
   };
   // Tries the first open round in which the item fits unsplit.
   for (size_t r = 0; r < open_.size() && busiest <= bucket; ++r) {
-    if (mark_in(open_[r], 0, true) < kWhole) continue;
+    if (last_mark_in(open_[r], 0, true) < kWhole) continue;
     const ItemPiece unsplit{first_open_ + static_cast<int>(r), 0, kWhole};
-    take(open_[r], loads, unsplit);
+    add_piece(open_[r], loads, unsplit);
     return {unsplit};
   }
   // Otherwise splits it over all open rounds with room, then new rounds.
@@ -94,10 +95,10 @@ std::vector<ItemPiece> Scheduler::add(int item, const std::vector<ItemLoad>& loa
   for (int round = first_open_; begin < kWhole; ++round) {
     if (round == num_rounds()) open_round();
     Used& used = open_[round - first_open_];
-    const int64_t end = mark_in(used, begin, !may_split);
+    const int64_t end = last_mark_in(used, begin, !can_split);
     if (end <= begin) continue;
     pieces.push_back({round, begin, end});
-    take(used, loads, pieces.back());
+    add_piece(used, loads, pieces.back());
     begin = end;
   }
   return pieces;

@@ -3,11 +3,12 @@
 // In a round, a rank packs one bucket: all that it sends in the round, followed by all that it receives. Both together
 // fit into the bucket, on every rank. All elements of a round have the same size, so messages need no padding.
 //
-// Items are taken in order, larger element sizes first. An item goes to the first open round in which it fits on all
-// ranks that take part in it. Otherwise it is split: every round with room for an eighth of a bucket or more, on the
-// item's busiest rank, gets a *piece* of it, and new rounds get the rest. A piece is the same share of each of the
-// item's messages: of n elements, those in [n * begin / kWhole, n * end / kWhole), rounded down. So the list of pieces
-// and a rank's own messages determine the elements that the rank sends and receives in a round.
+// Items are taken in order, larger element sizes first. An item is assigned to the first open round in which it fits on
+// all ranks that take part in it. If there is none, it is split: every open round with room for an eighth of a bucket
+// or more, on the item's busiest rank, gets a *piece* of it, and new rounds get the remainder. A piece is the same
+// share of each of the item's messages: the elements [n * begin / kWhole, n * end / kWhole) of a message of n elements,
+// rounded down. So the list of pieces and a rank's own messages determine the elements that the rank sends and receives
+// in a round.
 //
 // Example: buckets of 100 bytes, and three items of bytes. The first sends 60 bytes from rank 0 to 1, the second 60
 // from 1 to 2, the third 60 from 2 to 3.
@@ -34,8 +35,7 @@ struct ItemPiece {
   int64_t end = kWhole;
   bool operator==(const ItemPiece&) const = default;
 
-  // Returns the number of elements of a message before a mark, which is a piece's `begin` or `end`. `elements` is the
-  // length of the message.
+  // Returns the number of elements before a mark (the `begin` or `end` of a piece) in a message of `elements` elements.
   static int64_t before(int64_t mark, int64_t elements);
 };
 
@@ -54,13 +54,13 @@ class Scheduler {
 
   Scheduler(int64_t num_ranks, int64_t bucket_bytes);
 
-  // Returns the pieces of an item, by round; none for an item without loads. `loads` has the largest load first. Items
-  // must be added in an order in which element sizes do not grow. Throws UserError that names bucket_bytes and the item
+  // Assigns an item to rounds and returns its pieces, by round; none for an item without loads. `loads` has the largest
+  // load first. Items must be added by descending element sizes. Throws UserError that names bucket_bytes and the item
   // if the item must be split and a bucket does not hold two elements for each message of a rank.
   std::vector<ItemPiece> add(int item, const std::vector<ItemLoad>& loads, int64_t element_bytes);
 
   int num_rounds() const { return first_open_ + static_cast<int>(open_.size()); }
-  // Most bytes that any rank packs into a bucket.
+  // Returns the maximum number of bytes that a rank packs into a bucket.
   int64_t largest_round_bytes() const { return largest_round_bytes_; }
 
  private:
@@ -68,8 +68,8 @@ class Scheduler {
 
   // Appends a round.
   void open_round();
-  // Adds a piece to a round: adds its elements to `used`, and updates largest_round_bytes_.
-  void take(Used& used, const std::vector<ItemLoad>& loads, const ItemPiece& piece);
+  // Adds a piece's elements to a round, and updates largest_round_bytes_.
+  void add_piece(Used& used, const std::vector<ItemLoad>& loads, const ItemPiece& piece);
 
   int64_t num_ranks_;
   int64_t bucket_bytes_;
