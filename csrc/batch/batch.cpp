@@ -28,14 +28,15 @@ class Numbers {
   std::unordered_map<std::string, int> numbers_;
 };
 
-// Returns the map for which IndexMap::words() returns these words.
-IndexMap map_of(const std::vector<int64_t>& words) {
-  check_argument(words.size() % 5 == 0, "batch: number of integers of an index map", "a multiple of 5", words.size());
+// Returns the map for which IndexMap::encoding() returns these integers.
+IndexMap map_of(const std::vector<int64_t>& encoding) {
+  check_argument(encoding.size() % 5 == 0, "batch: number of integers of an index map", "a multiple of 5",
+                 encoding.size());
   std::vector<MapAxis> axes;
-  for (size_t i = 0; i < words.size(); i += 5) {
+  for (size_t i = 0; i < encoding.size(); i += 5) {
     // An integer outside the range of int becomes another invalid dim, which check() reports.
-    const auto dim = [](int64_t word) { return static_cast<int>(std::clamp<int64_t>(word, -2, 1 << 20)); };
-    axes.push_back({dim(words[i]), dim(words[i + 1]), words[i + 2], words[i + 3], words[i + 4]});
+    const auto dim = [](int64_t integer) { return static_cast<int>(std::clamp<int64_t>(integer, -2, 1 << 20)); };
+    axes.push_back({dim(encoding[i]), dim(encoding[i + 1]), encoding[i + 2], encoding[i + 3], encoding[i + 4]});
   }
   return IndexMap(std::move(axes));
 }
@@ -104,13 +105,13 @@ std::string Batch::to_bytes() const {
   for (const Layout& layout : sources) layouts_of_sources.push_back(index_of(layout));
   for (const Layout& layout : destinations) layouts_of_destinations.push_back(index_of(layout));
   std::map<std::vector<int64_t>, int64_t> index_of_map;
-  std::vector<std::vector<int64_t>> maps;  // distinct maps, as words
-  std::vector<int64_t> words;              // source, destination and map of each item
+  std::vector<std::vector<int64_t>> maps;  // encodings of the distinct maps
+  std::vector<int64_t> items_as_integers;  // source, destination and map of each item
   for (const BatchItem& item : items) {
     std::vector<int64_t> map = item.map.encoding();
     const auto [found, is_new] = index_of_map.try_emplace(map, static_cast<int64_t>(maps.size()));
     if (is_new) maps.push_back(std::move(map));
-    words.insert(words.end(), {item.source, item.destination, found->second});
+    items_as_integers.insert(items_as_integers.end(), {item.source, item.destination, found->second});
   }
   std::vector<const Mesh*> written_meshes(meshes.count(), nullptr);
   for (const auto& [mesh, index] : index_of_mesh) written_meshes[index] = mesh;
@@ -127,7 +128,7 @@ std::string Batch::to_bytes() const {
   out.integers(layouts_of_sources);
   out.integers(layouts_of_destinations);
   out.list(maps, [&](const std::vector<int64_t>& map) { out.integers(map); });
-  out.integers(words);
+  out.integers(items_as_integers);
   return std::move(out).finish();
 }
 
@@ -147,15 +148,17 @@ Batch Batch::from_bytes(std::string_view bytes) {
   batch.sources = tensors();
   batch.destinations = tensors();
   const std::vector<IndexMap> maps = in.list([&] { return map_of(in.integers()); });
-  const std::vector<int64_t> words = in.integers();
+  const std::vector<int64_t> items_as_integers = in.integers();
   in.finish();
-  check_argument(words.size() % 3 == 0, "batch: number of integers of the items", "a multiple of 3", words.size());
-  for (size_t i = 0; i < words.size(); i += 3) {
-    // Returns words[j], checked to be an index below `count`.
+  check_argument(items_as_integers.size() % 3 == 0, "batch: number of integers of the items", "a multiple of 3",
+                 items_as_integers.size());
+  for (size_t i = 0; i < items_as_integers.size(); i += 3) {
+    // Returns integer j, and checks that it is an index below `count`.
     const auto checked_index = [&](size_t j, int64_t count, const char* name, const char* all) {
-      check_user(words[j] >= 0 && words[j] < count, "batch: ", name, " of an item must be ", IndexInRange{count, all},
-                 ", got ", words[j]);
-      return static_cast<int>(words[j]);
+      const int64_t index = items_as_integers[j];
+      check_user(index >= 0 && index < count, "batch: ", name, " of an item must be ", IndexInRange{count, all},
+                 ", got ", index);
+      return static_cast<int>(index);
     };
     batch.items.push_back({checked_index(i, std::ssize(batch.sources), "source", "sources"),
                            checked_index(i + 1, std::ssize(batch.destinations), "destination", "destinations"),

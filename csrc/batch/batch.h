@@ -1,14 +1,14 @@
 // A batch of tensors that are moved together. batch_plan.h has the plan of a batch.
 //
 // A batch has source tensors, destination tensors, and items. An item copies some elements of one source to one
-// destination, as its index map says (exchange/index_map.h). Each tensor has a layout; the layouts may be on different
-// meshes. The dims of an index map are those of the full tensor, even if a layout flattens some of them. Messages are
-// sent in rounds; a *bucket* is a buffer for all messages of one rank in one round (schedule.h).
+// destination; its index map has the elements and their indices in the destination (exchange/index_map.h). Each tensor
+// has a layout; the layouts may be on different meshes. The dims of an index map are those of the full tensor, even if
+// a layout flattens some of them. Messages are sent in rounds; a *bucket* is a buffer for all messages of one rank in
+// one round (schedule.h).
 //
-// Sources with pending reductions are reduced before anything is sent. Elements are cast to the
-// destination's dtype: after they are received if the source's dtype is smaller, otherwise before they are sent.
-// Destination elements that no item writes keep their values. If two items write the same element, either value may
-// remain.
+// Sources with pending reductions are reduced before anything is sent. Elements are cast to the destination's dtype:
+// after they are received if the source's dtype is smaller, otherwise before they are sent. Destination elements that
+// no item writes keep their values. If two items write the same element, either value may remain.
 #pragma once
 
 #include <cstdint>
@@ -46,7 +46,7 @@ struct Batch {
   // first_sender below 0.
   void check() const;
 
-  // The ranks of all meshes, ascending.
+  // Returns the ranks of all meshes, ascending.
   std::vector<Rank> ranks() const;
 
   // Returns hashes with which ranks compare their batches, the same in every process: first the hash of the settings,

@@ -38,15 +38,16 @@ BatchPlan::Kind BatchPlan::make_kind(int item, ExchangePtr exchange) const {
 
 namespace {
 
-// Chooses the sender groups (item_family.h) of items such that all groups send about equally many bytes. Sources on one
-// mesh that replicate the same mesh dims are balanced together, because a sender group means the same replica for all
-// of them.
-class SenderRotation {
+// Chooses the sender groups (item_family.h) of items such that all groups send about equally many bytes: each item gets
+// the group with the fewest bytes so far. With two groups, items of 8, 4, 2 and 4 bytes get the groups 0, 1, 1 and 1.
+// Sources on one mesh that replicate the same mesh dims are balanced together, because a sender group means the same
+// replica for all of them.
+class SenderBalance {
  public:
-  explicit SenderRotation(int64_t first) : first_(first) {}
+  explicit SenderBalance(int64_t first) : first_(first) {}
 
   // Returns the sender group with the fewest bytes so far and adds `bytes` to it. `sender_groups` is their number.
-  int64_t take(const Layout& src, int64_t sender_groups, int64_t bytes) {
+  int64_t choose(const Layout& src, int64_t sender_groups, int64_t bytes) {
     if (sender_groups == 1) return 0;
     std::vector<int64_t>& sent_bytes = sent_bytes_[{index_of(src.mesh()), src.replicated_dims().bits(), sender_groups}];
     sent_bytes.resize(sender_groups, 0);
@@ -77,7 +78,7 @@ class SenderRotation {
 
 }  // namespace
 
-// Items with equal layouts and maps are a family. It has one kind for each sender group that its items take.
+// Items with equal layouts and maps are a family. It has one kind for each sender group that its items choose.
 void BatchPlan::find_kinds() {
   struct Family {
     std::optional<ItemFamily> exchanges;
@@ -86,7 +87,7 @@ void BatchPlan::find_kinds() {
   LayoutNumbers layouts;
   std::map<std::vector<int64_t>, int> maps;
   std::map<std::tuple<int, int, int>, Family> families;
-  SenderRotation sender_groups(batch_.first_sender);
+  SenderBalance sender_groups(batch_.first_sender);
   for (size_t i = 0; i < batch_.items.size(); ++i) {
     const BatchItem& item = batch_.items[i];
     const Layout& src = batch_.sources[item.source];
@@ -99,7 +100,7 @@ void BatchPlan::find_kinds() {
       family.kinds.assign(family.exchanges->sender_groups(), -1);
     }
     const int64_t bytes = item.map.num_elements() * wire_dtype(static_cast<int>(i)).size_bytes();
-    const int64_t sender_group = sender_groups.take(src, std::ssize(family.kinds), bytes);
+    const int64_t sender_group = sender_groups.choose(src, std::ssize(family.kinds), bytes);
     int& kind = family.kinds[sender_group];
     if (kind < 0) {
       kind = static_cast<int>(kinds_.size());

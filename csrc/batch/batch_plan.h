@@ -1,7 +1,7 @@
 // The plan of a batch: its messages, their rounds, and its memory.
 //
 //   reductions Sources with pending reductions are first reduced, each by a plan of its own, to a layout that cuts the
-//              tensor further (reductions.h). Everything below is about the reduced sources.
+//              tensor further (reductions.h). The following is about the reduced sources.
 //   kinds      Items with equal layouts, maps and first senders are of one kind and share one Exchange, which has the
 //              messages between ranks (exchange/exchange.h). A state dict of 20,000 tensors has some dozens of kinds.
 //              Each element that a rank needs and does not hold is sent to it once; elements that it holds are copied
@@ -68,7 +68,7 @@ class BatchPlan {
  private:
   // Sets kinds_ and kind_of_item_.
   void find_kinds();
-  // Returns a kind with its loads, and with 0 items.
+  // Returns a kind with the messages and loads of this item, before its items are counted.
   Kind make_kind(int item, ExchangePtr exchange) const;
   // Sets order_, pieces_, num_rounds_, bucket_bytes_ and buckets_.
   void schedule();

@@ -20,15 +20,15 @@ std::vector<Layout> candidates(const Layout& src, const Layout* dst) {
   std::vector<Layout> layouts;
   if (dst != nullptr && dst->mesh() == src.mesh() && dst->shape() == src.shape()) {
     std::vector<std::vector<Cut>> cuts = src.cuts();
-    size_t cut_by = 0;
+    size_t num_cutting = 0;  // pending mesh dims that cut the destination
     for (int t = 0; t < src.ndim(); ++t) {
       for (const Cut& cut : dst->cuts(t)) {
         if (!src.partial_dims().contains(cut.mesh_dim) || !cut.rule.is_chunks()) continue;
         cuts[t].push_back(cut);
-        ++cut_by;
+        ++num_cutting;
       }
     }
-    if (cut_by == pending.size()) layouts.push_back(src.with(std::move(cuts), none));
+    if (num_cutting == pending.size()) layouts.push_back(src.with(std::move(cuts), none));
   }
   for (int t = 0; t < src.ndim(); ++t) {
     std::vector<std::vector<Cut>> cuts = src.cuts();
@@ -39,7 +39,7 @@ std::vector<Layout> candidates(const Layout& src, const Layout* dst) {
   return layouts;
 }
 
-using ItemsOfSource = std::vector<const BatchItem*>;
+using ItemsOfSource = std::vector<const BatchItem*>;  // the items that copy from one source
 
 // Returns the candidate that leaves the fewest elements to receive. Ties are broken by the smaller largest part.
 Layout best_reduced(const Batch& batch, const Layout& src, const ItemsOfSource& items) {
