@@ -51,31 +51,35 @@ void count_bytes(const BatchPlan& plan, BatchCertificate& certificate) {
 }
 
 // Bytes that all receivers together need from each set of candidate senders.
-struct Wanted {
+struct Demand {
   std::map<std::vector<Rank>, int64_t> by_senders;
   bool is_complete = true;  // false if exchanges that do not report their demand were left out
 };
 
-// Returns the bytes wanted by the receivers of all items.
-Wanted wanted_of(const BatchPlan& plan) {
-  Wanted wanted;
+// Returns the bytes that the receivers of all items need.
+Demand demand_of(const BatchPlan& plan) {
+  Demand demand;
   for (const Kind& kind : plan.kinds()) {
-    const auto of_kind = kind.exchange->demand();
-    if (!of_kind) {
-      wanted.is_complete = false;
+    const auto kind_demand = kind.exchange->demand();
+    if (!kind_demand) {
+      demand.is_complete = false;
       continue;
     }
-    for (const auto& [senders, elements] : *of_kind) {
-      wanted.by_senders[senders] += elements * item_bytes(plan, kind) * kind.num_items;
+    for (const auto& [senders, elements] : *kind_demand) {
+      demand.by_senders[senders] += elements * item_bytes(plan, kind) * kind.num_items;
     }
   }
-  return wanted;
+  return demand;
 }
 
-// Sets sent_bytes_bound to the least load of the busiest sender (exchange/load.h). The bytes that receivers want from a
-// set of candidate senders are a job, and this set is its pool. Ranks that are in exactly the same sets form a team.
+// Sets sent_bytes_bound to the least possible load of the busiest sender (exchange/load.h). The bytes that receivers
+// need from a set of candidate senders are a job, and this set is its pool. Ranks that are in exactly the same sets
+// form a team.
+//
+//   12 bytes from ranks 0 or 1, 6 bytes from ranks 1 or 2: each rank is a team of its own, because rank 1 is in both
+//   sets. Rank 0 can send 6, rank 1 6 of the first job, and rank 2 all 6 of the second: the bound is 6.
 void bound_sent(const BatchPlan& plan, BatchCertificate& certificate) {
-  const Wanted demand = wanted_of(plan);
+  const Demand demand = demand_of(plan);
   const std::map<std::vector<Rank>, int64_t>& bytes_by_senders = demand.by_senders;
   const bool is_small = static_cast<int64_t>(bytes_by_senders.size()) <= BatchCertificate::kMaxPools;
   certificate.sent_bound_is_exact = demand.is_complete && is_small;
@@ -114,7 +118,7 @@ void bound_sent(const BatchPlan& plan, BatchCertificate& certificate) {
   certificate.sent_bytes_bound = std::max(certificate.sent_bytes_bound, min_max_load(work).rounded_up());
 }
 
-// The rounds in which items of a kind are sent, unsplit or in pieces.
+// The rounds in which items of a kind are sent, as whole items or in pieces.
 struct KindRounds {
   std::vector<uint64_t> unsplit_rounds;  // one bit per round, for unsplit items
   std::vector<ItemPiece> pieces;
@@ -210,7 +214,7 @@ void count_messages(const BatchPlan& plan, BatchCertificate& certificate) {
   }
 }
 
-// Costs of a reduction, each with the lowering for which it is highest.
+// Costs of a reduction, each for the lowering with which it is highest.
 struct ReductionCosts {
   int64_t received_bytes = 0;  // by all ranks
   int64_t temporary_bytes = 0;
@@ -233,7 +237,7 @@ ReductionCosts costs_of(const BatchReduction& reduction) {
 void count_reductions(const BatchPlan& plan, BatchCertificate& certificate) {
   LayoutNumbers layouts;
   std::map<std::pair<int, int>, ReductionCosts> known;
-  std::map<int, int64_t> times;  // number of sources, by the number of their reduced layout
+  std::map<int, int64_t> num_sources;  // by the number of their reduced layout
   std::map<int, const Layout*> reduced;
   for (const BatchReduction& reduction : plan.reductions()) {
     const int after = layouts.of(reduction.after);
@@ -242,14 +246,15 @@ void count_reductions(const BatchPlan& plan, BatchCertificate& certificate) {
     certificate.reduction_bytes_sum += found->second.received_bytes;
     certificate.reducing_bytes_max = std::max(certificate.reducing_bytes_max, found->second.temporary_bytes);
     reduced[after] = &reduction.after;
-    ++times[after];
+    ++num_sources[after];
   }
   certificate.reductions = static_cast<int64_t>(plan.reductions().size());
   for (const Rank rank : plan.ranks()) {
     int64_t bytes = 0;
-    for (const auto& [source, layout] : reduced) {
+    for (const auto& [number, layout] : reduced) {
       const std::optional<Position> position = layout->mesh().position_of(rank);
-      if (position) bytes += num_elements(layout->region(*position)) * layout->dtype().size_bytes() * times[source];
+      if (position)
+        bytes += num_elements(layout->region(*position)) * layout->dtype().size_bytes() * num_sources[number];
     }
     certificate.reduced_bytes_max = std::max(certificate.reduced_bytes_max, bytes);
   }

@@ -29,8 +29,8 @@ const Link& link_between(const Topology& topology, Rank a, Rank b) {
 std::vector<Rounds> rounds_of_kinds(const BatchPlan& plan) {
   std::vector<Rounds> rounds(plan.kinds().size(), Rounds((plan.num_rounds() + 63) / 64, 0));
   for (const int item : plan.order()) {
-    Rounds& of_kind = rounds[plan.kind_of(item)];
-    for (const ItemPiece& piece : plan.pieces(item)) of_kind[piece.round / 64] |= uint64_t{1} << piece.round % 64;
+    Rounds& kind_rounds = rounds[plan.kind_of(item)];
+    for (const ItemPiece& piece : plan.pieces(item)) kind_rounds[piece.round / 64] |= uint64_t{1} << piece.round % 64;
   }
   return rounds;
 }
@@ -142,13 +142,14 @@ struct RankUse {
 // Returns the predicted time of a rank, without reductions.
 int64_t time_of(const RankUse& use, const BatchPlan& plan, const Topology& topology) {
   const int64_t rounds = count(use.rounds);
-  const int64_t moving = std::max(use.sending_ps, use.receiving_ps);
-  const int64_t copying = picoseconds_for(use.bytes, topology.memory_ps_per_kib);
-  const int64_t latency = saturating_sum(use.latency_ps, saturating_product(rounds, topology.step_ps));
-  if (plan.buckets() == 1) return saturating_sum(latency, saturating_sum(moving, copying));
-  // Packing the first bucket and unpacking the last one overlap with no transfers.
-  const int64_t alongside = std::max(moving, copying);
-  return saturating_sum(latency, saturating_sum(alongside, std::min(moving, copying) / std::max<int64_t>(rounds, 1)));
+  const int64_t transfer_ps = std::max(use.sending_ps, use.receiving_ps);
+  const int64_t copy_ps = picoseconds_for(use.bytes, topology.memory_ps_per_kib);
+  const int64_t latency_ps = saturating_sum(use.latency_ps, saturating_product(rounds, topology.step_ps));
+  if (plan.buckets() == 1) return saturating_sum(latency_ps, saturating_sum(transfer_ps, copy_ps));
+  // Transfers and copies overlap, except that packing the first bucket and unpacking the last one overlap with no
+  // transfers: about 1 / rounds of the shorter of the two remains.
+  const int64_t exposed_ps = std::min(transfer_ps, copy_ps) / std::max<int64_t>(rounds, 1);
+  return saturating_sum(latency_ps, saturating_sum(std::max(transfer_ps, copy_ps), exposed_ps));
 }
 
 // Returns the time of one reduction with the slowest lowering.

@@ -103,7 +103,7 @@ class BatchCompiler {
   Program compile(int64_t group_size) {
     program_.groups.push_back({{}, {}, to_int(rank_)});
     for (int64_t r = 0; r < group_size; ++r) program_.groups[0].ranks.push_back(Rank{r});
-    program_.step_texts.emplace_back("what stays on the rank");
+    program_.step_texts.emplace_back("copies of elements that stay on the rank");
     for (int r = 0; r < plan_.num_rounds(); ++r) {
       program_.step_texts.push_back(concat("round ", r, " of ", plan_.num_rounds()));
     }
@@ -179,27 +179,27 @@ class BatchCompiler {
       return BufferId{static_cast<int>(program_.buffers.size()) - 1};
     };
     for (const int64_t size : sizes) buckets_.push_back(add(size, false));
-    wires_ = buckets_;
-    for (size_t b = 0; program_.stages_on_host && b < count; ++b) wires_[b] = add(sizes[b], true);
+    message_buffers_ = buckets_;
+    for (size_t b = 0; program_.stages_on_host && b < count; ++b) message_buffers_[b] = add(sizes[b], true);
   }
 
   // Writes all instructions, in the order given in the header.
   void write_instructions() {
-    const size_t under_way = buckets_.size();
+    const size_t in_flight = buckets_.size();
     std::vector<const std::pair<const int, Round>*> rounds;
     for (const auto& round : rounds_) rounds.push_back(&round);
     std::vector<Ticket> tickets(rounds.size(), kNoTicket);
     const auto start = [&](size_t i) {
       step_ = 1 + rounds[i]->first;
-      tickets[i] = write_start(rounds[i]->second, i % under_way);
+      tickets[i] = write_start(rounds[i]->second, i % in_flight);
     };
-    for (size_t i = 0; i < under_way; ++i) start(i);
+    for (size_t i = 0; i < in_flight; ++i) start(i);
     step_ = 0;
-    write_keep();
+    write_local_copies();
     for (size_t i = 0; i < rounds.size(); ++i) {
       step_ = 1 + rounds[i]->first;
-      write_end(rounds[i]->second, i % under_way, tickets[i]);
-      if (i + under_way < rounds.size()) start(i + under_way);
+      write_end(rounds[i]->second, i % in_flight, tickets[i]);
+      if (i + in_flight < rounds.size()) start(i + in_flight);
     }
     for (DestinationEnd& end : program_.destination_ends) end.sent = std::max(end.sent, end.written);
   }
@@ -210,7 +210,7 @@ class BatchCompiler {
     Copies copies;
     int64_t position = 0;  // in elements
     for (const auto& [peer, fragments] : round.sends) {
-      move.sends.push_back({to_int(peer), range_of(fragments, round, wires_[bucket], position)});
+      move.sends.push_back({to_int(peer), range_of(fragments, round, message_buffers_[bucket], position)});
       for (const Fragment& fragment : fragments) {
         const CopySide from = CopySide::strided(part(fragment.item).src_axes, src_strides(fragment.item));
         Copy copy{source(fragment.item), buckets_[bucket], boxes_of(fragment, from, CopySide::packed(position))};
@@ -220,17 +220,17 @@ class BatchCompiler {
       }
     }
     for (const auto& [peer, fragments] : round.receives) {
-      move.receives.push_back({to_int(peer), range_of(fragments, round, wires_[bucket], position)});
+      move.receives.push_back({to_int(peer), range_of(fragments, round, message_buffers_[bucket], position)});
       position += elements_of(fragments);
     }
     emit(copies.take());
-    copy_between(buckets_[bucket], wires_[bucket], {buckets_[bucket], 0, round.sent_bytes()});
+    copy_between(buckets_[bucket], message_buffers_[bucket], {buckets_[bucket], 0, round.sent_bytes()});
     emit(std::move(move));
     return Ticket{static_cast<int>(program_.instructions.size()) - 1};
   }
 
   // Writes the copies of elements that stay on the rank.
-  void write_keep() {
+  void write_local_copies() {
     Copies copies;
     for (int item = 0; item < std::ssize(batch_.items); ++item) {
       const RankPart& rank_part = part(item);
@@ -246,10 +246,11 @@ class BatchCompiler {
   void write_end(const Round& round, size_t bucket, Ticket ticket) {
     emit(Wait{ticket});
     for (const auto& [peer, fragments] : round.sends) {
-      for (const Fragment& fragment : fragments) end_of(fragment.item).sent = now();
+      for (const Fragment& fragment : fragments) end_of(fragment.item).departed = next_index();
     }
     const int64_t sent_bytes = round.sent_bytes();
-    copy_between(wires_[bucket], buckets_[bucket], {buckets_[bucket], sent_bytes, round.size_bytes() - sent_bytes});
+    copy_between(message_buffers_[bucket], buckets_[bucket],
+                 {buckets_[bucket], sent_bytes, round.size_bytes() - sent_bytes});
     Copies copies;
     int64_t position = sent_bytes / round.element_bytes;
     for (const auto& [peer, fragments] : round.receives) {
@@ -286,7 +287,7 @@ class BatchCompiler {
   }
 
   // Returns the index of the next instruction.
-  int now() const { return static_cast<int>(program_.instructions.size()); }
+  int next_index() const { return static_cast<int>(program_.instructions.size()); }
   void emit(Operation operation) { program_.instructions.push_back({std::move(operation), step_}); }
   // Emits copies. Sets `complete` of each destination that they write to the index after the copy.
   void emit(std::vector<Copy> copies) {
@@ -295,7 +296,7 @@ class BatchCompiler {
       const int destination = copy.dst - first_destination;
       emit(Operation(std::move(copy)));
       if (destination < static_cast<int>(batch_.destinations.size())) {
-        program_.destination_ends[destination].written = now();
+        program_.destination_ends[destination].complete = next_index();
       }
     }
   }
@@ -304,10 +305,10 @@ class BatchCompiler {
   const Batch& batch_;
   const Rank rank_;
   const BatchStrides& strides_;
-  std::vector<RankPart> parts_;  // by kind
+  std::vector<RankPart> parts_;  // by BatchPlan::kinds()
   std::map<int, Round> rounds_;  // by number
   std::vector<BufferId> buckets_;
-  std::vector<BufferId> wires_;  // by bucket: the buffer of its messages, in host memory if staged there
+  std::vector<BufferId> message_buffers_;  // by bucket: the buffer of its messages, in host memory if staged there
   Program program_;
   int step_ = 0;  // step of the instructions that are emitted next
 };

@@ -1,17 +1,17 @@
 // Compiles one rank's part of a batch to a Program.
 //
-//   buffers       the sources (inputs), the destinations, and a bucket for each round under way
-//   instructions  round 0 starts ... round b-1 starts, keep, round 0 ends, round b starts, round 1 ends, ...
+//   buffers       the sources (inputs), the destinations, and a bucket for each round in flight
+//   instructions  round 0 starts ... round b-1 starts, local copies, round 0 ends, round b starts, round 1 ends, ...
 //
 //     round starts  copies from sources into the start of the round's bucket; one message to and from each peer, each
 //                   a range of bytes of the bucket
-//     keep          copies from sources to destinations of all elements that stay on the rank
+//     local copies  copies from sources to destinations of all elements that stay on the rank
 //     round ends    a Wait, and copies from the bucket to destinations
 //
-// Rounds in which this rank sends and receives nothing are left out; the remaining rounds are numbered from 0. At a
-// time, b rounds (BatchPlan::buckets) are under way.
-// Both sides order the items of a message by BatchPlan::order(). Copies into or out of a bucket cast elements if the
-// dtypes differ. Step 0 of the program has the local copies, and step 1 + r has round r of the plan.
+// Rounds in which this rank sends and receives nothing are left out; the remaining rounds are numbered from 0. At most
+// b rounds (BatchPlan::buckets) are in flight at a time. Both sides order the items of a message by BatchPlan::order().
+// Copies into or out of a bucket cast elements if the dtypes differ. Step 0 of the program has the local copies, and
+// step 1 + r has round r of the plan.
 #pragma once
 
 #include <cstdint>
