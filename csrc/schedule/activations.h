@@ -13,11 +13,15 @@
 
 namespace shardwright {
 
-// Returns the start of each activation's gather: `ahead` turns before the activation's turn.
+// Returns the start of each activation's gather: `ahead` turns before the activation's turn. Example: uses 0 to 2 are
+// forwards, 3 to 5 backwards; activation 0 is first needed in use 3, activation 1 in use 4.
+//
+//   ahead = 0   0: in its turn, in use 3   1: in its turn, in use 4
+//   ahead = 1   0: before use 3            1: in the turn of activation 0, in use 3
 std::vector<ActivationGather> plan_activations(const std::vector<Use>& uses, const std::vector<Activation>& activations,
                                                int64_t ahead);
 
-// Returns the peak bytes of gathered activations during each use. `gathers` has one item per activation.
+// Returns the maximum bytes of gathered activations during each use. `gathers` has one item per activation.
 std::vector<int64_t> activation_bytes(size_t num_uses, const std::vector<Activation>& activations,
                                       const std::vector<ActivationGather>& gathers);
 

@@ -29,9 +29,9 @@ int64_t smallest_gap(const std::vector<std::pair<int64_t, int64_t>>& taken, int6
   return offset >= 0 ? offset : end;
 }
 
-// Places buffers one by one in this order, as described in the header. `sizes` are aligned.
-ArenaLayout first_fit(const std::vector<Lifetime>& buffers, const std::vector<int64_t>& sizes,
-                      const std::vector<size_t>& order) {
+// Places buffers one by one in this order, each in the smallest gap that holds it. `sizes` are aligned.
+ArenaLayout best_fit(const std::vector<Lifetime>& buffers, const std::vector<int64_t>& sizes,
+                     const std::vector<size_t>& order) {
   ArenaLayout layout;
   layout.offsets.resize(buffers.size());
   std::vector<size_t> placed;
@@ -49,8 +49,8 @@ ArenaLayout first_fit(const std::vector<Lifetime>& buffers, const std::vector<in
   return layout;
 }
 
-// Returns the most bytes that exist during one event.
-int64_t most_at_one_event(const std::vector<Lifetime>& buffers, const std::vector<int64_t>& sizes) {
+// Returns the maximum number of bytes that exist during one event.
+int64_t live_bytes(const std::vector<Lifetime>& buffers, const std::vector<int64_t>& sizes) {
   std::map<int64_t, int64_t> changes;
   for (size_t b = 0; b < buffers.size(); ++b) {
     changes[buffers[b].first] += sizes[b];
@@ -82,14 +82,14 @@ ArenaLayout lay_out(const std::vector<Lifetime>& buffers, int64_t alignment_byte
     std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) {
       return std::make_pair(key(a), buffers[a].first) < std::make_pair(key(b), buffers[b].first);
     });
-    ArenaLayout layout = first_fit(buffers, sizes, order);
+    ArenaLayout layout = best_fit(buffers, sizes, order);
     if (layout.size_bytes < best.size_bytes) best = std::move(layout);
   };
   attempt(by_begin);
   attempt(by_size);
   attempt(by_area);
   attempt(by_events);
-  best.live_bytes = most_at_one_event(buffers, sizes);
+  best.live_bytes = live_bytes(buffers, sizes);
   return best;
 }
 

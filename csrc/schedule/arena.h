@@ -16,7 +16,7 @@ struct Lifetime {
 struct ArenaLayout {
   std::vector<int64_t> offsets;  // by buffer, in bytes
   int64_t size_bytes = 0;        // size of the arena
-  int64_t live_bytes = 0;        // most bytes that exist at the same event, a lower bound on size_bytes
+  int64_t live_bytes = 0;        // maximum bytes that exist at one event, a lower bound on size_bytes
 };
 
 // Returns the addresses of buffers. Buffers that share an event do not overlap. Sizes are rounded up to multiples of
@@ -26,6 +26,12 @@ struct ArenaLayout {
 // events first, earliest first. In each order, a buffer is placed in the smallest gap that holds it between the placed
 // buffers with which it shares an event. If all buffers have one size, the arena is the smallest possible: in the
 // earliest-first order, a buffer gets a new place only if all places so far are occupied.
+//
+//   a, events 0 to 1, 4 bytes; b, events 1 to 2, 2 bytes; c, events 2 to 3, 4 bytes. Earliest first:
+//     a is placed at 0
+//     b shares event 1 with a, so it is placed at 4
+//     c shares event 2 with b only, and the gap [0, 4) holds it: it is placed at 0
+//   The arena has 6 bytes. That is the smallest possible, because a and b, 6 bytes, both exist at event 1.
 ArenaLayout lay_out(const std::vector<Lifetime>& buffers, int64_t alignment_bytes);
 
 // Rounds up to a multiple of a power of two.

@@ -20,7 +20,7 @@ struct Candidate {
   auto operator<=>(const Candidate&) const = default;
 };
 
-// Chooses the gathers and reductions to run in chunks, as described in the header. `possible_` has all candidates.
+// Chooses the gathers and reductions to run in chunks, as described in the header.
 class Chunking {
  public:
   Chunking(const std::vector<Weight>& weights, const std::vector<Use>& uses,
@@ -39,10 +39,10 @@ class Chunking {
                  chunked.transfer_ps);
       for (int i = 0; i < static_cast<int>(uses_.size()); ++i) {
         const int last = last_of_run(chunked.weight, i);
-        if (last >= 0 && may_gather(chunked, i, last)) possible_.push_back({f, i, last, false});
+        if (last >= 0 && may_gather(chunked, i, last)) candidates_.push_back({f, i, last, false});
         const std::vector<int>& complete = uses_[i].gradients;
         if (takes_time(chunked.reduction) && std::count(complete.begin(), complete.end(), chunked.weight) > 0) {
-          possible_.push_back({f, i, i, true});
+          candidates_.push_back({f, i, i, true});
         }
       }
     }
@@ -50,14 +50,14 @@ class Chunking {
 
   StepSchedule run() const {
     std::set<Candidate> chosen;
-    const std::optional<StepSchedule> without_chunks = without_error(chosen);
-    StepSchedule best = without_chunks ? *without_chunks : smallest(chosen);
+    const std::optional<StepSchedule> without_chunks = try_plan_with(chosen);
+    StepSchedule best = without_chunks ? *without_chunks : plan_all_gathers_in_chunks(chosen);
     if (!has_times(best)) return best;
-    for (const auto& [wait_ps, candidate] : by_wait(best)) {
+    for (const auto& [wait_ps, candidate] : candidates_by_wait(best)) {
       if (chosen.contains(candidate)) continue;
       std::set<Candidate> with = chosen;
       with.insert(candidate);
-      const std::optional<StepSchedule> tried = without_error(with);
+      const std::optional<StepSchedule> tried = try_plan_with(with);
       if (!tried || !has_times(*tried) || !holds_each_weight_once(*tried)) continue;
       const int64_t saved_ps = predict(best).total_ps - predict(*tried).total_ps;
       if (saved_ps <= 0 || saved_ps * 100 < wait_ps * kLeastChunkingPercent) continue;
@@ -77,10 +77,10 @@ class Chunking {
   // Returns the last use of a run: consecutive uses of a weight in one pass. Returns -1 if no run begins with `use`, or
   // if the run has several uses and one of them also needs another weight with bytes.
   int last_of_run(int weight, int use) const {
-    const auto goes_on = [&](int i) { return needs(i, weight) && uses_[i].pass == uses_[use].pass; };
-    if (!goes_on(use) || goes_on(use - 1)) return -1;
+    const auto is_in_run = [&](int i) { return needs(i, weight) && uses_[i].pass == uses_[use].pass; };
+    if (!is_in_run(use) || is_in_run(use - 1)) return -1;
     int last = use;
-    while (goes_on(last + 1)) ++last;
+    while (is_in_run(last + 1)) ++last;
     for (int i = use; last > use && i <= last; ++i) {
       for (const int other : uses_[i].weights) {
         if (other != weight && weights_[other].use_bytes > 0) return -1;
@@ -94,10 +94,10 @@ class Chunking {
   bool may_gather(const ChunkedWeight& chunked, int first, int last) const {
     const Pass pass = uses_[first].pass;
     if (pass != Pass::kForward && (pass != Pass::kBackward || !chunked.in_backwards)) return false;
-    const auto is_there = [&](int other) {
+    const auto is_gathered_for = [&](int other) {
       return needs(other, chunked.weight) && (!chunked.in_backwards || uses_[other].pass == Pass::kRecompute);
     };
-    return !is_there(first - 1) && !is_there(last + 1);
+    return !is_gathered_for(first - 1) && !is_gathered_for(last + 1);
   }
 
   // Returns true if the use exists and needs the weight.
@@ -108,12 +108,12 @@ class Chunking {
 
   // Returns the schedule with exactly the chosen candidates in chunks: chunked weights replace weights in their uses,
   // and held_bytes includes the memory of their chunks. Throws UserError if the budget is too small.
-  StepSchedule planned(const std::set<Candidate>& chosen) const {
+  StepSchedule plan_with(const std::set<Candidate>& chosen) const {
     std::vector<Weight> weights = weights_;
     std::vector<Use> uses = uses_;
     ScheduleOptions options = options_.schedule;
     int64_t chunk_bytes = 0;
-    int64_t added_bytes = 0;  // of gradients
+    int64_t added_bytes = 0;  // by which gradients are larger if they are reduced in chunks
     for (int f = 0; f < static_cast<int>(chunked_weights_.size()); ++f) {
       const ChunkedWeight& chunked = chunked_weights_[f];
       const auto chunked_index = static_cast<int>(weights.size());
@@ -143,33 +143,33 @@ class Chunking {
                                      : make_schedule(std::move(weights), std::move(uses), options);
   }
 
-  // Returns planned(chosen), or nullopt on UserError. Rethrows the error if there are no candidates.
-  std::optional<StepSchedule> without_error(const std::set<Candidate>& chosen) const {
+  // Returns plan_with(chosen), or nullopt on UserError. Rethrows the error if there are no candidates.
+  std::optional<StepSchedule> try_plan_with(const std::set<Candidate>& chosen) const {
     try {
-      return planned(chosen);
+      return plan_with(chosen);
     } catch (const UserError&) {
-      if (chosen.empty() && possible_.empty()) throw;
+      if (chosen.empty() && candidates_.empty()) throw;
       return std::nullopt;
     }
   }
 
   // Returns the schedule with all possible gathers in chunks, and adds them to `chosen`. Throws the error of the plan
   // without chunks if this schedule does not fit into the budget either, or !holds_each_weight_once().
-  StepSchedule smallest(std::set<Candidate>& chosen) const {
-    for (const Candidate& candidate : possible_) {
+  StepSchedule plan_all_gathers_in_chunks(std::set<Candidate>& chosen) const {
+    for (const Candidate& candidate : candidates_) {
       if (!candidate.is_reduction) chosen.insert(candidate);  // a reduction takes as much memory in chunks
     }
-    const std::optional<StepSchedule> with_chunks = without_error(chosen);
+    const std::optional<StepSchedule> with_chunks = try_plan_with(chosen);
     return with_chunks && holds_each_weight_once(*with_chunks)
                ? *with_chunks
-               : planned({});  // throws the error of the plan without chunks
+               : plan_with({});  // throws the error of the plan without chunks
   }
 
   // Returns the candidates that delay compute, each with its delay, longest first; at most kMostUsesTried.
-  std::vector<std::pair<int64_t, Candidate>> by_wait(const StepSchedule& s) const {
+  std::vector<std::pair<int64_t, Candidate>> candidates_by_wait(const StepSchedule& s) const {
     const StepLanes lanes = predict(s);
     std::vector<std::pair<int64_t, Candidate>> waits;
-    for (const Candidate& candidate : possible_) {
+    for (const Candidate& candidate : candidates_) {
       const int64_t wait_ps =
           candidate.is_reduction ? wait_after(s, lanes, candidate) : wait_before(s, lanes, candidate);
       if (wait_ps > 0) waits.emplace_back(wait_ps, candidate);
@@ -220,7 +220,7 @@ class Chunking {
   const std::vector<Use>& uses_;
   const std::vector<ChunkedWeight>& chunked_weights_;
   const ChunkingOptions& options_;
-  std::vector<Candidate> possible_;
+  std::vector<Candidate> candidates_;  // all gathers and reductions that may run in chunks
 };
 
 }  // namespace

@@ -3,11 +3,11 @@
 //
 // A gather ahead of its use is exposed if little is computed before it, as at the start of a forward, or if memory is
 // short. A gather of length c, in n chunks alongside its product of length g, exposes max(0, c - g) + c/n and takes the
-// memory of the chunks under way instead of that of the weight.
+// memory of the chunks in flight instead of that of the weight.
 //
-// In a schedule, a *chunked weight* is one more weight, which replaces its original in the chosen uses. Its own gather
-// has the parts that are not chunked, such as biases. A chunked weight may stay resident from one pass to another; its
-// chunks are gathered in each pass.
+// In a schedule, a *chunked weight* is an additional weight, which replaces its original in the chosen uses. Its own
+// gather has the parts that are not chunked, such as biases. These parts may stay resident from one pass to another;
+// the chunks are gathered in each pass.
 //
 // Example: weights a and b with gathers of 30 and 10, forwards of 50. With a in 3 chunks, one chunk is exposed:
 //
@@ -38,7 +38,7 @@ struct ChunkedWeight {
 };
 
 constexpr int64_t kLeastChunkingPercent = 25;  // least saving by chunks, relative to the wait of compute for a transfer
-constexpr int kMostUsesTried = 8;              // number of gathers and reductions that are tried in chunks
+constexpr int kMostUsesTried = 8;              // maximum number of gathers and reductions that are tried in chunks
 
 struct ChunkingOptions {
   ScheduleOptions schedule;

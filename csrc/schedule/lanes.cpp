@@ -21,7 +21,8 @@ bool has_times(const StepSchedule& s) {
 
 namespace {
 
-// Simulates a step use by use. `now_` is the time on the lane of compute, `free_` on the lane of transfers.
+// Simulates a step use by use. Each lane has the time at which it is free: now_ on the lane of compute, transfers_end_,
+// fetches_end_ and sends_end_ on the others.
 class Lanes {
  public:
   explicit Lanes(const StepSchedule& schedule) : s_(schedule), gathered_ps_(schedule.weights.size(), 0) {
@@ -41,7 +42,7 @@ class Lanes {
     }
     check_invariant(gather_ == s_.gathers.size() && reduction_ == s_.reductions.size() && in_flight_.empty(),
                     "a schedule has transfers that are not in the order of its uses");
-    lanes_.total_ps = std::max(now_, sent_);
+    lanes_.total_ps = std::max(now_, sends_end_);
     return std::move(lanes_);
   }
 
@@ -49,19 +50,20 @@ class Lanes {
   // Adds a transfer to its lane: after all earlier transfers, and not before `from_ps`.
   LaneSpan transfer(int64_t from_ps, int64_t length_ps) {
     LaneSpan span;
-    span.begin_ps = std::max(free_, from_ps);
-    free_ = span.end_ps = span.begin_ps + length_ps;
+    span.begin_ps = std::max(transfers_end_, from_ps);
+    transfers_end_ = span.end_ps = span.begin_ps + length_ps;
     lanes_.transfer_ps += length_ps;
     return span;
   }
 
-  // Adds a copy to the lane of one direction, which is free from `free_ps` on. Returns an empty span without a copy.
-  LaneSpan copy(int64_t& free_ps, int64_t length_ps) {
+  // Adds a copy to the lane of one direction, whose end so far is `lane_end_ps`. Returns an empty span for a copy of
+  // length 0.
+  LaneSpan copy(int64_t& lane_end_ps, int64_t length_ps) {
     if (length_ps == 0) return {now_, now_};
-    const int64_t begin_ps = std::max(free_ps, now_);
-    free_ps = begin_ps + length_ps;
+    const int64_t begin_ps = std::max(lane_end_ps, now_);
+    lane_end_ps = begin_ps + length_ps;
     lanes_.copy_ps += length_ps;
-    return {begin_ps, free_ps};
+    return {begin_ps, lane_end_ps};
   }
 
   // Starts the gathers of weights and activations that the schedule starts before use i.
@@ -69,7 +71,7 @@ class Lanes {
     for (; gather_ < s_.gathers.size() && s_.gathers[gather_].start == i; ++gather_) {
       const int w = s_.gathers[gather_].weight;
       LaneSpan& fetch = lanes_.fetches[gather_];
-      fetch = copy(fetched_, s_.gathers[gather_].from_copy ? 0 : s_.weights[w].fetch_ps);
+      fetch = copy(fetches_end_, s_.gathers[gather_].from_copy ? 0 : s_.weights[w].fetch_ps);
       lanes_.gathers[gather_] = transfer(fetch.end_ps, s_.weights[w].gather_ps);
       gathered_ps_[w] = lanes_.gathers[gather_].end_ps;
     }
@@ -139,7 +141,7 @@ class Lanes {
     std::erase_if(in_flight_, [&](size_t r) {
       if (s_.reductions[r].finish > i) return false;
       now_ = std::max(now_, lanes_.reductions[r].end_ps);
-      lanes_.sends[r] = copy(sent_, s_.weights[s_.reductions[r].weight].send_ps);
+      lanes_.sends[r] = copy(sends_end_, s_.weights[s_.reductions[r].weight].send_ps);
       return true;
     });
   }
@@ -147,9 +149,9 @@ class Lanes {
   const StepSchedule& s_;
   StepLanes lanes_;
   int64_t now_ = 0;                   // current time on the lane of compute
-  int64_t free_ = 0;                  // end of the last transfer
-  int64_t fetched_ = 0;               // end of the last copy from the host
-  int64_t sent_ = 0;                  // end of the last copy to the host
+  int64_t transfers_end_ = 0;         // end of the last transfer
+  int64_t fetches_end_ = 0;           // end of the last copy from the host
+  int64_t sends_end_ = 0;             // end of the last copy to the host
   std::vector<int64_t> gathered_ps_;  // by weight: end of its latest gather
   int activation_ = 0;                // index of the next activation
   size_t gather_ = 0;                 // index of the next gather
