@@ -130,7 +130,6 @@ std::optional<int64_t> sum_by_coordinates(const Layout& a, const Layout& b) {
   }
   KnownParts parts_of_a(a);
   KnownParts parts_of_b(b);
-  Coordinates coordinates;
   int64_t total = 1;
   MeshDimSet seen;
   std::vector<bool> done(a.ndim(), false);
@@ -151,10 +150,9 @@ std::optional<int64_t> sum_by_coordinates(const Layout& a, const Layout& b) {
     if (mesh.group_size(dims) > kMaxCombinations) return std::nullopt;
     int64_t sum = 0;
     for (const int64_t position : mesh.group(0, dims)) {
-      coordinates_at(mesh, position, coordinates);
       int64_t shared = 1;
       for (const int t : coupled) {
-        shared *= intersection_length(parts_of_a.at(t, coordinates).list, parts_of_b.at(t, coordinates).list);
+        shared *= intersection_length(parts_of_a.at(t, position).list, parts_of_b.at(t, position).list);
       }
       sum += shared;
     }

@@ -22,7 +22,7 @@ std::unique_ptr<const Exchange> exchange_of(const Step& step) {
   }
   // A local step sends nothing, even if other ranks hold elements that a rank fills with zeros.
   if (is_local(step.op)) return std::make_unique<const MeshExchange>(step.before, step.after, MeshDimSet());
-  return std::make_unique<const MeshExchange>(mesh_exchange_of(step));
+  return std::make_unique<const MeshExchange>(step.before, step.after, step.mesh_dims, step.policy, step.rounds);
 }
 
 }  // namespace shardwright

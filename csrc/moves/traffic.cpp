@@ -1,6 +1,7 @@
 #include "moves/traffic.h"
 
 #include <algorithm>
+#include <deque>
 #include <optional>
 #include <utility>
 
@@ -138,7 +139,7 @@ std::optional<int64_t> total_received_bytes(const Step& step, Lowering lowering)
 }
 
 // Returns true if the maxima over the examined ranks equal the upper bounds of these steps, and are therefore exact.
-bool equal_upper_bounds(const TrafficTotals& totals, const std::vector<MeshStepTraffic>& steps) {
+bool equal_upper_bounds(const TrafficTotals& totals, const std::deque<MeshStepTraffic>& steps) {
   Traffic most;
   for (const MeshStepTraffic& step : steps) {
     const std::optional<Traffic> step_traffic = step.upper_bound();
@@ -174,8 +175,7 @@ std::vector<TrafficTotals::OfStep> with_local_steps(const Plan& plan,
 // Returns the totals of a plan with a crossing or a rearrangement. Examines the ranks of both meshes one by one.
 TrafficTotals totals_between_meshes(const Plan& plan) {
   const std::vector<Plan> plans = plan.segments.count > 1 ? plans_of_segments(plan) : std::vector<Plan>{plan};
-  std::vector<StepTraffic> steps;
-  steps.reserve(plans.size() * plan.steps.size());
+  std::deque<StepTraffic> steps;
   std::vector<bool> communicates(plan.steps.size(), false);
   for (const Plan& segment_plan : plans) {
     for (size_t i = 0; i < segment_plan.steps.size(); ++i) {
@@ -209,8 +209,7 @@ TrafficTotals totals(const Plan& plan) {
                                         [](const Step& step) { return is_cross_or_rearrange(step.op); });
   if (has_crossing || crosses(plan)) return totals_between_meshes(plan);
   const Mesh& mesh = plan.src.mesh();
-  std::vector<MeshStepTraffic> steps;
-  steps.reserve(plan.steps.size());
+  std::deque<MeshStepTraffic> steps;
   RankClasses classes(mesh);
   for (const Step& step : plan.steps) {
     if (is_local(step.op)) continue;
@@ -264,13 +263,11 @@ Bound lower_bound(const Layout& src, const Layout& dst) {
     KnownParts needed(dst);
     const auto missing_at = [&](int64_t position) {
       if (has_digits) return part_elements - shared.at(position);
-      Coordinates coordinates;
-      coordinates_at(mesh, position, coordinates);
       int64_t own = 1;
       for (int t = 0; t < src.ndim(); ++t) {
-        own *= intersection_length(held.at(t, coordinates).list, needed.at(t, coordinates).list);
+        own *= intersection_length(held.at(t, position).list, needed.at(t, position).list);
       }
-      return needed.num_elements(coordinates) - own;
+      return needed.num_elements(position) - own;
     };
     for (size_t i = 0; i < sample.positions.size(); ++i) {
       const int64_t missing = missing_at(sample.positions[i]);

@@ -19,10 +19,7 @@ namespace {
 // Returns the number of elements that a rank holds; 0 if it is not on the layout's mesh.
 int64_t elements_of(const Layout& layout, KnownParts& parts, Rank rank) {
   const std::optional<Position> position = layout.mesh().position_of(rank);
-  if (!position) return 0;
-  Coordinates coordinates;
-  coordinates_at(layout.mesh(), *position, coordinates);
-  return parts.num_elements(coordinates);
+  return position ? parts.num_elements(*position) : 0;
 }
 
 // Returns up to `max_ranks` evenly spaced ranks, including the first: of 10 ranks and with max_ranks = 4, the ranks

@@ -94,7 +94,6 @@ class MoveMemory : public StepMemory {
 
  private:
   using Group = MeshExchange::Group;
-  using Transfer = MeshExchange::Transfer;
 
   bool group_is_large() const { return group_size_ > kMaxGroupListed; }
   Position position_of(Rank rank) const { return *step_.before.mesh().position_of(rank); }
@@ -219,10 +218,10 @@ class MoveMemory : public StepMemory {
     if (exchange_.is_regular()) {
       add_regular_messages(rounds, position);
     } else {
-      for (const auto& [transfer, times] : exchange_.classes_sent(group, position)) {
+      for (const auto& [transfer, times] : exchange_.message_classes(group, position, Direction::kSend)) {
         for (int64_t round = 0; round < step_.rounds; ++round) rounds[round].add_sent(transfer.in_round(round), times);
       }
-      for (const auto& [transfer, times] : exchange_.classes_received(group, position)) {
+      for (const auto& [transfer, times] : exchange_.message_classes(group, position, Direction::kReceive)) {
         for (int64_t round = 0; round < step_.rounds; ++round) {
           rounds[round].add_received(transfer.in_round(round), times);
         }

@@ -35,11 +35,11 @@ DataMove data_move_of(const Step& step, const MeshExchange& exchange, MeshExchan
   const auto k = static_cast<size_t>(group.size);
   if (k > kMaxGroupForPairs) return {TransferMethod::kMessages, {}};
   if (lowering.narrows_groups && !named_groups_only) {
-    exchange.connect(group);
-    const size_t component_index = group.component_of[member];
-    const std::vector<size_t>& component = group.components[component_index];
+    const Components& all = exchange.components(group);
+    const size_t index = all.of_member[member];
+    const std::vector<size_t>& component = all.members[index];
     if (component.size() == 1) return {};
-    return {transfer_method_of_exchange(component.size(), group.all_pairs_exchange[component_index], true), component};
+    return {transfer_method_of_exchange(component.size(), all.all_pairs_exchange[index], true), component};
   }
   if (k == 1) return {};
   return {transfer_method_of_exchange(k, exchange.all_exchange(group), false), {}};

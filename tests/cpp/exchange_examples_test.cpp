@@ -162,7 +162,7 @@ TEST(ExchangeExamples, MessageClasses) {
   const Layout after = test::layout_of(mesh, {10}, "R");
   const MeshExchange exchange(before, after, MeshDimSet::single(0));
   std::vector<std::pair<int64_t, int64_t>> classes;
-  for (const auto& [transfer, times] : exchange.classes_received(exchange.group(0), 0)) {
+  for (const auto& [transfer, times] : exchange.message_classes(exchange.group(0), 0, Direction::kReceive)) {
     classes.emplace_back(times, transfer.count());
   }
   EXPECT_EQ(classes, (std::vector<std::pair<int64_t, int64_t>>{{3, 3}, {1, 1}, {-1, 3}}));

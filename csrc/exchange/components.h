@@ -1,0 +1,30 @@
+// The connected components of the members of a group that exchange data. Members are numbered.
+#pragma once
+
+#include <cstddef>
+#include <span>
+#include <utility>
+#include <vector>
+
+namespace shardwright {
+
+struct Components {
+  std::vector<std::vector<size_t>> members;  // by component: its members, ascending
+  std::vector<bool> all_pairs_exchange;      // by component: each member has elements for each other member
+  std::vector<size_t> of_member;             // by member: its component
+};
+
+// A condition for messages: member a sends to member b only if (held[a], needed[b]) is in `overlaps`.
+struct PartNumbers {
+  std::vector<int> held;                      // by member: number of the part that it holds
+  std::vector<int> needed;                    // by member: number of the part that it needs
+  std::vector<std::pair<int, int>> overlaps;  // pairs of a held and a needed part, by number, with common elements
+};
+
+// Returns the components if a member sends to another whenever all conditions hold.
+//
+// Example: 4 members, one condition: held 0 0 1 1, needed 0 0 1 1, overlaps (0, 0) and (1, 1). The components are
+// {0, 1} and {2, 3}, and in both all pairs exchange data.
+Components components_of(size_t num_members, std::span<const PartNumbers> conditions);
+
+}  // namespace shardwright

@@ -1,0 +1,75 @@
+// Classes of equal messages that a rank sends or receives on one mesh, without visiting its peers one by one.
+//
+// Every mesh dim cuts at most one tensor dim, so parts of different tensor dims combine freely: each combination of one
+// class of overlapping parts per tensor dim is a class of messages.
+//
+// Example: 10 elements move from S(0) to R over a=4, so ranks hold 3, 3, 3 and 1. Rank 0 receives 3 messages of 3
+// elements (one of them is its own part), 1 of 1 and -1 of 3.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <optional>
+#include <vector>
+
+#include "exchange/exchange.h"
+#include "exchange/part_transfers.h"
+
+namespace shardwright {
+
+// Messages of equal size and contiguity that a rank sends or receives. A class may count the elements that the rank
+// keeps as a message; then a last class with `times` = -1 subtracts that message.
+struct MessageClass {
+  Transfer transfer;  // one of these messages
+  int64_t times = 0;  // number of these messages
+};
+
+// Caches results. The arguments must outlive the object.
+class MessageClasses {
+ public:
+  // `transfers` are those of the move.
+  MessageClasses(GroupMove& move, PartTransfers& transfers);
+
+  // Returns all messages that a rank sends or receives, by class. A rank exchanges data with the members of its group
+  // that have its coordinates on the replica dims (group_move.h).
+  std::vector<MessageClass> of_rank(int64_t position, Direction direction);
+  // Returns the number of these members, the rank included, that hold some of the indices that the rank needs of a
+  // tensor dim. Members that hold equal parts count once.
+  int64_t num_sources(int tensor_dim, int64_t position);
+  // Returns one number for each tensor dim, with one round. If two ranks have equal profiles, their messages agree in
+  // number, lengths and contiguity. Returns nullopt if the mesh dims that cut a tensor dim have too many combinations
+  // of coordinates.
+  std::optional<std::vector<int>> profile(int64_t position);
+
+ private:
+  // Parts of peers on one tensor dim that intersect a rank's part in equal numbers of indices and runs.
+  struct OverlapClass {
+    const KnownParts::Part* part;  // one of these parts
+    int64_t times = 0;             // number of these parts
+    SharedRuns shared;             // summary of the indices that are in both parts
+    PieceList pieces;              // only if rounds need slices and there are gaps
+  };
+  using OverlapClasses = std::vector<OverlapClass>;
+  class OverlapSearch;
+
+  struct Dim {  // caches of one tensor dim, for all ranks
+    ByCoordinates<OverlapClasses> sent;
+    ByCoordinates<OverlapClasses> received;
+    ByCoordinates<int> profiles;
+    std::map<std::vector<int64_t>, int> profile_numbers;
+  };
+
+  // Returns the overlaps of a rank's part of a tensor dim (held to send, needed to receive) with the parts of its
+  // peers, itself included.
+  const OverlapClasses& overlaps(int tensor_dim, int64_t position, Direction direction);
+  // Returns a number that stands for all values of one tensor dim, except offsets, on which extents of messages depend.
+  int profile_in(int tensor_dim, int64_t position);
+
+  GroupMove& move_;
+  PartTransfers& transfers_;
+  std::vector<Dim> dims_;                    // by tensor dim
+  std::deque<KnownParts::Part> peer_parts_;  // the parts of overlap classes
+};
+
+}  // namespace shardwright
