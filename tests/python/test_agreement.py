@@ -8,13 +8,13 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from shardwright.runtime.agreement import Statement, StoreTexts, report
+from shardwright.runtime.agreement import Statement, StoreTexts, error_text
 
 WAIT = timedelta(seconds=20)
 
 
 def _error(*statements: Statement) -> list[str]:
-    return report(
+    return error_text(
         statements[0], {rank: statement.to_json() for rank, statement in enumerate(statements)}, " (here)"
     ).splitlines()
 

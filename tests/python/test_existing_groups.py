@@ -58,9 +58,9 @@ def test_no_group_is_made(
 def _existing_groups() -> list[list[tuple[int, ...]]]:
     mesh = get_mesh((2, 2, 2), flatten=(("b", "c"),))
     grid = sw.Mesh(mesh)
-    before = groups.existing(grid, mesh)
+    before = groups.dims_with_groups(grid, mesh)
     sw.prepare(mesh, [("a", "c")])
-    return [before, groups.existing(grid, mesh)]
+    return [before, groups.dims_with_groups(grid, mesh)]
 
 
 def test_existing_groups_of_a_mesh(pool: Pool) -> None:

@@ -43,7 +43,7 @@ def test_shared_memory_equals_shared_addresses() -> None:
         found = memory_spans.shared_memory({"a": a}, {"b": b})
         assert bool(found) == wanted, (a.shape, a.stride(), b.shape, b.stride(), a.data_ptr() - b.data_ptr())
         spans = [memory_spans._span(name, tensor, False) for name, tensor in (("a", a), ("b", b))]
-        by_strides += memory_spans._boxes_overlap(*spans) is not None
+        by_strides += memory_spans._coordinates_overlap(*spans) is not None
         sharing += wanted
     assert 500 < sharing < 2500 and by_strides > 1000, (sharing, by_strides)
 
@@ -52,7 +52,7 @@ def test_strides_separate_columns_of_one_tensor(monkeypatch: pytest.MonkeyPatch)
     def never(*_: object) -> bool:
         raise AssertionError("strides alone tell")
 
-    monkeypatch.setattr(memory_spans, "_marks_overlap", never)
+    monkeypatch.setattr(memory_spans, "_marked_bytes_overlap", never)
     full = torch.zeros(1000, 64, dtype=torch.bfloat16)
     columns = {str(i): full[i:, 3 * i : 3 * i + 3] for i in range(20)}
     assert memory_spans.shared_memory({}, columns, among_written=True) == []

@@ -127,8 +127,8 @@ def _names_used_on(mesh: DeviceMesh) -> list[set[str]]:
         model(torch.ones(2, 6, device=meshes.device)).sum().backward()
 
     used = []
-    names_of = executables.names_of
-    with sw.enabled(strict=True), mock.patch.object(executables, "names_of") as patched:
+    names_of = executables.group_names_of
+    with sw.enabled(strict=True), mock.patch.object(executables, "group_names_of") as patched:
         patched.side_effect = lambda *args, **kwargs: [used[-1].add(name) or name for name in names_of(*args, **kwargs)]
         for move in (
             lambda: x.redistribute(placements=[R, R]),

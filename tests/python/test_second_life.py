@@ -54,7 +54,7 @@ def _use_meshes_after_reinitialization(scratch: str, compiles: bool) -> None:
             grid = sw.Mesh(first)
             for is_compiling in (False, True):
                 with mock.patch("torch.compiler.is_compiling", return_value=is_compiling):
-                    assert {(0,), (1,), (0, 1)} <= set(groups.existing(grid, first))
+                    assert {(0,), (1,), (0, 1)} <= set(groups.dims_with_groups(grid, first))
                     owner = groups.owner_of(first)
                     found = [groups.find_or_make(grid.group_ranks(rank, [d]), owner) for d in range(2)]
                 for d, group in enumerate(found):

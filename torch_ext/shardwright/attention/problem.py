@@ -157,7 +157,7 @@ def plan(options: Options, tensors: Sequence[torch.Tensor], group: dist.ProcessG
     planned = cache.get(key)
     if planned is None:
         planned = _make(options, tensors, group, needs_grad)
-        executables.store(cache, key, planned, MAX_PLANNED)
+        executables.put_bounded(cache, key, planned, MAX_PLANNED)
     return planned._replace(call=_call_with(planned, tensors)) if masks else planned
 
 
@@ -288,14 +288,14 @@ def tables_of(attention: _planner.Attention, device_type: str) -> tuple[_planner
     now = tables_now()
     topology = now.environment or tables.measured_topology(attention.lowering.name)
     model = now.gemm_model(device_type, attention.dtype)
-    executables.note_default_model(model, device_type)
+    executables.log_default_model(model, device_type)
     return topology, model
 
 
 def bind(attention: _planner.Attention, rank: int, group: dist.ProcessGroup | None) -> Planned:
     """Finds or makes the process groups that both directions need."""
     texts = attention.to_text(False), attention.to_text(True)
-    names = [executables.names_for(text, rank, group=group, are_global=True) for text in texts]
+    names = [executables.operator_group_names(text, rank, group=group, are_global=True) for text in texts]
     return Planned(attention, (*texts, tuple(names[0]), tuple(names[1]), rank), {})
 
 

@@ -105,4 +105,4 @@ def forget() -> None:
     tables.forget_measured()
 
 
-groups.when_gone.append(tables.forget_measured)
+groups.default_group_gone_hooks.append(tables.forget_measured)

@@ -105,7 +105,7 @@ def _covers(mesh: DeviceMesh, other: DeviceMesh) -> bool:
 # Layouts that ranks have compared under one default process group, for all sizes and dtypes. Entries are never dropped,
 # because all ranks must compare in the same calls, even if ranks differ, for example in their tables.
 _agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[Hashable]] = weakref.WeakKeyDictionary()
-groups.when_gone.append(_agreed.clear)
+groups.default_group_gone_hooks.append(_agreed.clear)
 
 _REMEDY = (
     "On ranks outside the mesh of x, PyTorch may choose other placements for the results of operators than on its "

@@ -35,7 +35,7 @@ def mark() -> None:
     """Records that the graph being compiled has an operator of ours."""
     compile_id = CompileContext.current_compile_id()
     if compile_id is not None:
-        executables.store(_marks, compile_id, None, _MAX_MARKS)
+        executables.put_bounded(_marks, compile_id, None, _MAX_MARKS)
 
 
 def _is_marked() -> bool:

@@ -71,7 +71,7 @@ def redistribute_local_tensor(
     if is_plain and not _autograd_looks(local_tensor):
         known = _direct.get(_key(local_tensor, current_spec, target_spec, mode))
         if known is not None:
-            return executables.run_again(known, local_tensor, async_op)
+            return executables.run_cached(known, local_tensor, async_op)
 
     def by_torch() -> torch.Tensor:
         return original(
@@ -187,7 +187,7 @@ def _key(local_tensor: torch.Tensor, current_spec: DTensorSpec, target_spec: DTe
         groups.key_of_mesh(current_spec.mesh),
         local_tensor.dtype,
         local_tensor.device,
-        mode.make_groups or groups.names(current_spec.mesh),  # plans that use only existing groups depend on them
+        mode.make_groups or groups.all_names(current_spec.mesh),  # plans that use only existing groups depend on them
     )
 
 
@@ -284,7 +284,7 @@ def _trace_arguments(call: _Request, is_symbolic: bool) -> dict[str, Any] | Refu
 def _plan(call: _Request, shape: Sequence[int]) -> Plan | Refusal:
     """Returns the plan for a tensor of this global shape, or the reason to leave the redistribute to PyTorch."""
     device_type = call.local.device.type
-    reason = executables.why_not_over_groups(device_type)
+    reason = executables.why_left_to_torch(device_type)
     if reason is not None:
         return Refusal(reason)
     existing = None if call.mode.make_groups else call.current.mesh

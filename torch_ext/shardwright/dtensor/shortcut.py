@@ -30,7 +30,7 @@ _SEQUENCES = (list, tuple)
 _new_dtensor = functools.partial(DTensor.__new__, DTensor)
 
 
-class _Known:
+class _CachedExecutable:
     """The executable that is cached for a call, and the properties of inputs that may use it again."""
 
     __slots__ = ("device", "dtype", "executable", "node", "target")
@@ -44,7 +44,7 @@ class _Known:
         self.device = local.device
         self.node = node  # with gradients: attributes that PyTorch's autograd function saved
 
-    def answers(self, local: torch.Tensor) -> bool:
+    def accepts(self, local: torch.Tensor) -> bool:
         """Returns True if the executable may run on this local tensor."""
         return (
             type(local) is torch.Tensor
@@ -55,7 +55,7 @@ class _Known:
         )
 
 
-_known: executables.PlanningCache[_Known] = executables.PlanningCache(is_local=True)
+_known: executables.PlanningCache[_CachedExecutable] = executables.PlanningCache(is_local=True)
 
 
 def method(original: Callable[..., DTensor]) -> Callable[..., DTensor]:
@@ -92,19 +92,19 @@ def method(original: Callable[..., DTensor]) -> Callable[..., DTensor]:
             is_tracked = torch.is_grad_enabled()
         spec, local = self._spec, self._local_tensor
         key = (spec, tuple(placements), async_op if is_tracked else None, groups.key_of_mesh(spec.mesh))
-        known = _known.get(key)
-        if known is not None and known.answers(local):
+        cached = _known.get(key)
+        if cached is not None and cached.accepts(local):
             if is_tracked:
-                result: DTensor = Redistribute.apply(self, known, async_op)  # type: ignore[no-untyped-call]
+                result: DTensor = Redistribute.apply(self, cached, async_op)  # type: ignore[no-untyped-call]
                 return result
             return _new_dtensor(
-                executables.run_again(known.executable, local, async_op), known.target, requires_grad=False
+                executables.run_cached(cached.executable, local, async_op), cached.target, requires_grad=False
             )
         result = original(self, device_mesh, placements, async_op=async_op)
         node = _saved(result) if is_tracked else {}
         executable = None if node is None else redistribute.find(local, spec, result._spec)
         if executable is not None and node is not None:
-            _known.put(key, _Known(result._spec, executable, local, node))
+            _known.put(key, _CachedExecutable(result._spec, executable, local, node))
         return result
 
     return with_shortcut
@@ -119,11 +119,11 @@ class Redistribute(torch_redistribute.Redistribute):
     """A subclass of PyTorch's autograd function of this name, for cached calls."""
 
     @staticmethod
-    def forward(ctx: Any, x: DTensor, known: _Known, async_op: bool) -> DTensor:  # type: ignore[override]
-        vars(ctx).update(known.node)
-        ctx._shardwright_dtype = known.dtype
-        output = executables.run_again(known.executable, x._local_tensor, async_op)
-        return _new_dtensor(output, known.target, requires_grad=x.requires_grad)
+    def forward(ctx: Any, x: DTensor, cached: _CachedExecutable, async_op: bool) -> DTensor:  # type: ignore[override]
+        vars(ctx).update(cached.node)
+        ctx._shardwright_dtype = cached.dtype
+        output = executables.run_cached(cached.executable, x._local_tensor, async_op)
+        return _new_dtensor(output, cached.target, requires_grad=x.requires_grad)
 
     @staticmethod
     def backward(ctx: Any, gradient: DTensor) -> tuple[DTensor, None, None]:  # type: ignore[override]
@@ -137,14 +137,14 @@ class Redistribute(torch_redistribute.Redistribute):
             return torch_redistribute.Redistribute.backward(ctx, gradient)[0], None, None
         spec, local = gradient._spec, gradient._local_tensor
         key = (spec, ctx.current_spec, ctx.async_op, "backward", groups.key_of_mesh(spec.mesh))
-        known = _known.get(key)
-        if known is not None and known.answers(local):
-            output = executables.run_again(known.executable, local, ctx.async_op)
-            return _new_dtensor(output, known.target, requires_grad=gradient.requires_grad), None, None
+        cached = _known.get(key)
+        if cached is not None and cached.accepts(local):
+            output = executables.run_cached(cached.executable, local, ctx.async_op)
+            return _new_dtensor(output, cached.target, requires_grad=gradient.requires_grad), None, None
         result = torch_redistribute.Redistribute.backward(ctx, gradient)[0]
         executable = redistribute.find(local, spec, result._spec)
         if executable is not None:
-            _known.put(key, _Known(result._spec, executable, local, {}))
+            _known.put(key, _CachedExecutable(result._spec, executable, local, {}))
         return result, None, None
 
 

@@ -96,7 +96,7 @@ class ChunkedProduct:
         if key not in self._calls:
             call = bind(self._make(*key).to_text(self.schedule), self._model, self._where)
             call = dataclasses.replace(call, rows_are_own=True)  # ranks may have different numbers of rows
-            executables.store(self._calls, key, call, _MAX_CALLS)
+            executables.put_bounded(self._calls, key, call, _MAX_CALLS)
         (result,) = self._calls[key](inputs)
         return result
 

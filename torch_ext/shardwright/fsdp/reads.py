@@ -27,7 +27,7 @@ from torch.distributed._composable import checkpoint
 from torch.distributed._composable.contract import STATE_KEY
 from torch.distributed.tensor import DTensor
 
-from ..runtime.executables import store
+from ..runtime.executables import put_bounded
 from .units import Unit
 from .weights import Version, Weight, by_storage, versions_differ
 
@@ -105,7 +105,7 @@ _versions_without_hooks: weakref.WeakKeyDictionary[Unit, dict[int, list[Version]
 def note_forward(unit: Unit, forward: int) -> None:
     """Records the versions of a unit's parameters for `check_backward`, if hooks for saved tensors are disabled."""
     if not torch._C._autograd._saved_tensors_hooks_is_enabled():
-        store(_versions_without_hooks.setdefault(unit, {}), forward, unit.versions, _MAX_FORWARDS)
+        put_bounded(_versions_without_hooks.setdefault(unit, {}), forward, unit.versions, _MAX_FORWARDS)
 
 
 def check_backward(unit: Unit, forward: int) -> None:

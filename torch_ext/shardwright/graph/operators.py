@@ -100,7 +100,7 @@ def arguments_of(
     if plan.src.mesh.coordinate(rank) is None and plan.dst.mesh.coordinate(rank) is None:
         raise argument_error("rank", f"on {plan.src.mesh} or on {plan.dst.mesh}", rank)
     text = _planner.plan_text(plan)
-    names = executables.names_for(text, rank, device_mesh=device_mesh, group=group, make_groups=make_groups)
+    names = executables.operator_group_names(text, rank, device_mesh=device_mesh, group=group, make_groups=make_groups)
     checking.note_group_of_operator(text, names, group)
     return {"plan": text, "groups": names, "rank": rank}
 

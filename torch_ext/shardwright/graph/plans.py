@@ -92,7 +92,7 @@ def _plan_for_sizes(
     plan: str, group_names: Sequence[str], rank: int, sizes: Sequence[int], make_groups: bool
 ) -> list[str]:
     """Returns the plan for these sizes, then the names of its groups."""
-    key = (plan, *group_names), rank, tuple(sizes), make_groups or groups.names()
+    key = (plan, *group_names), rank, tuple(sizes), make_groups or groups.all_names()
     return _made.get_or_make(key, lambda: _make_plan(plan, group_names, rank, sizes, make_groups))
 
 
@@ -103,9 +103,9 @@ def _make_plan(plan: str, group_names: Sequence[str], rank: int, sizes: Sequence
     mesh = example.src.mesh
     owner = groups.owner_of_names(group_names, mesh)
     src, dst = (_with_sizes(end, sizes) for end in (example.src, example.dst))
-    allowed = None if make_groups else executables.allowed_groups(src, dst, owner)
-    text = _planner.plan_text(executables.plan_over(src, dst, example.backend, allowed))
-    return [text, *executables.names_for(text, rank, device_mesh=owner, make_groups=make_groups)]
+    allowed = None if make_groups else executables.usable_mesh_dims(src, dst, owner)
+    text = _planner.plan_text(executables.plan_for_backend(src, dst, example.backend, allowed))
+    return [text, *executables.operator_group_names(text, rank, device_mesh=owner, make_groups=make_groups)]
 
 
 torch.library.impl("shardwright::plan_for_sizes", "CompositeExplicitAutograd")(_plan_for_sizes)

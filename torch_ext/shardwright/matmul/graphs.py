@@ -34,7 +34,7 @@ _OF_MESH = "[["  # beginning of JSON of the groups of a mesh, instead of one gro
 _products: executables.PlanningCache[Product] = executables.PlanningCache(is_local=True)
 # The mesh or process group of each traced product.
 _groups_by_name: dict[_Name, Where] = {}
-groups.when_gone.append(_groups_by_name.clear)
+groups.default_group_gone_hooks.append(_groups_by_name.clear)
 
 
 def _name_of(product: Product) -> _Name:
@@ -44,7 +44,7 @@ def _name_of(product: Product) -> _Name:
     owner = groups.owner_of(mesh)
     of_mesh = json.dumps([owner.names, owner.flattened])
     name = product.plan.to_text(), of_mesh if owner.grid is not None else group.group_name, product.rank
-    executables.store(_groups_by_name, name, product.where, executables.MAX_EXECUTABLES)
+    executables.put_bounded(_groups_by_name, name, product.where, executables.MAX_EXECUTABLES)
     return name
 
 

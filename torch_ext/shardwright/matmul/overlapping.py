@@ -104,7 +104,7 @@ def _gathers(x: Any, weight: Any, column: int) -> bool:
     return (
         any(mine.is_shard() and not mine.is_shard(last) and its.is_shard(column) for mine, its in pairs)
         and x.device_mesh.get_coordinate() is not None
-        and executables.why_not_over_groups(x.device.type) is None
+        and executables.why_left_to_torch(x.device.type) is None
     )
 
 

@@ -110,10 +110,10 @@ class Flow:
         if node.matmul is not None and node.schedule is not None:
             model = self._plan.gemm_model(node.matmul.plan.src.dtype)
             if self._plan.chooses_schedules and node.matmul.communicates:
-                executables.note_default_model(model, where.device_type)
+                executables.log_default_model(model, where.device_type)
             return bind(node.matmul.to_text(node.schedule), model, where)
         if node.plan is not None:
-            executables.note_default_topology(node.plan)
+            executables.log_default_topology(node.plan)
             moved = executables.bind(node.plan, device_mesh=where.device_mesh, group=where.group)
             return lambda inputs: [executables.run(moved, inputs[0], async_op=False)]
         if node.kind == "sum":
@@ -125,7 +125,7 @@ class Flow:
 
 def bind(program: str, model: GemmModel, where: Where) -> Call:
     """Finds or makes the process groups of a program of products."""
-    names = executables.names_for(program, where.rank, device_mesh=where.device_mesh, group=where.group)
+    names = executables.operator_group_names(program, where.rank, device_mesh=where.device_mesh, group=where.group)
     executable = _runtime.executable(program, names, where.rank)
     checking.note_group(executable, where.group)
     return Call(program, tuple(names), where.rank, model, executable)
@@ -177,7 +177,7 @@ class Product:
         flow = self._backwards.get(key)
         if flow is None:
             flow = Flow(self.plan.backward(layouts, needs), self.plan, self.where)
-            executables.store(self._backwards, key, flow, _MAX_BACKWARDS)
+            executables.put_bounded(self._backwards, key, flow, _MAX_BACKWARDS)
         wanted = zip(dys, flow.inputs[1 + self.num_weights :])
         return flow([x, *weights, *(self.empty(x, layout).zero_() if dy is None else dy for dy, layout in wanted)])
 

@@ -119,7 +119,7 @@ def _plan(key: ProductKey, num_weights: int, tensors: Sequence[Any], scales: Seq
     """Plans a product, without the cache. `grads` is True for scaled operands that require a gradient."""
     where, x = key.where, tensors[0]
     layout = layout_of(x._spec) if isinstance(x, DTensor) else None
-    find = executables.lowering if layout is None else functools.partial(executables.lowering_on, layout.mesh)
+    find = executables.lowering if layout is None else functools.partial(executables.lowering_for_mesh, layout.mesh)
     counters.counts.plans += 1
     descriptions = list(map(_given, tensors))
     plan = _planner.plan_product(

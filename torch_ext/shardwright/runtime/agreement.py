@@ -33,31 +33,26 @@ from .._native import _runtime
 from . import groups
 
 # Limits on the length of an error.
-_MAX_LINES = 20
-_MAX_RANKS = 16
-_MAX_CHARACTERS = 300  # shown of one value
-_CHARACTERS_BEFORE = 100  # shown before the first character that differs
+_MAX_LINES = 20  # lines of differences
+_MAX_RANKS = 16  # ranks in one list
+_MAX_CHARACTERS = 300  # characters of one value
+_CHARACTERS_BEFORE = 100  # characters shown before the first one that differs
 
 _WORD_BYTES = 8
-HEAD_WORDS = 2  # words of a statement: the digest and the length of its text
+HEAD_WORDS = 2  # words that `compare` sends for a statement: the digest and the length in bytes of its JSON
 
-V = TypeVar("V")  # the type of a value that ranks may differ in
-# The type of a rank; str for the name of a process among several jobs.
-R = TypeVar("R", bound=int | str)
+V = TypeVar("V")  # a value that may differ between ranks
+R = TypeVar("R", bound=int | str)  # a rank, or the name of a process among several jobs
 
 
 class Statement(NamedTuple):
-    """The statement of one rank before a call.
-
-    `fields` must be equal on all ranks that have any; None matches any value. `errors` maps an argument to the reason
-    why this rank cannot make the call, or to None. The error reads "the ranks <mismatch>", and ends with the remedy.
-    """
+    """The statement of one rank about the call that it is going to make."""
 
     call: str  # name of the call, for errors
-    fields: Mapping[str, object] = {}
-    errors: Mapping[str, str | None] = {}
-    mismatch: str = "differ, nothing was sent"
-    remedy: str = ""
+    fields: Mapping[str, object] = {}  # must be equal on all ranks that have any fields; None matches any value
+    errors: Mapping[str, str | None] = {}  # by argument: the reason why this rank cannot make the call, or None
+    mismatch: str = "differ, nothing was sent"  # the error about different fields begins "the ranks <mismatch>"
+    remedy: str = ""  # the end of that error
 
     def to_json(self) -> str:
         """Returns [call, fields, errors] as JSON, without errors that are None."""
@@ -65,18 +60,24 @@ class Statement(NamedTuple):
         return json.dumps([self.call, fields, {name: why for name, why in self.errors.items() if why is not None}])
 
 
-def report(mine: Statement, statements: Mapping[R, str], where: str) -> str:
-    """Returns the text of an error, or "" if all ranks agree. `statements` maps each rank to its statement as JSON."""
-    parts = {text: json.loads(text) for text in set(statements.values())}
+def error_text(mine: Statement, statements: Mapping[R, str], where: str) -> str:
+    """Returns the text of the error that all ranks raise, or "" if their statements agree.
 
-    def each(part: int) -> dict[R, Any]:
-        """Returns one part of the statements by rank: 0 calls, 1 fields, 2 argument errors. Leaves out empty ones."""
-        return {rank: parts[text][part] for rank, text in statements.items() if parts[text][part]}
+    Args:
+        mine: the statement of this rank.
+        statements: the statement of each rank, as JSON.
+        where: a text for the end of the first line.
+    """
+    parsed = {text: json.loads(text) for text in set(statements.values())}
 
-    calls, fields, errors = each(0), each(1), each(2)
-    if len(set(calls.values())) > 1:  # other calls have other fields
+    def part_by_rank(part: int) -> dict[R, Any]:
+        """Returns a part of each statement (0 call, 1 fields, 2 argument errors), without ranks where it is empty."""
+        return {rank: parsed[text][part] for rank, text in statements.items() if parsed[text][part]}
+
+    calls, fields, errors = part_by_rank(0), part_by_rank(1), part_by_rank(2)
+    if len(set(calls.values())) > 1:  # fields of different calls cannot be compared
         fields, errors = {rank: {"call": call} for rank, call in calls.items()}, {}
-    lines = [*_lines(fields, "not given", least=2), *_lines(errors, None, least=1)]
+    lines = [*_lines(fields, "not given", min_values=2), *_lines(errors, None, min_values=1)]
     if len(lines) > _MAX_LINES:
         lines[_MAX_LINES:] = [f"  and {len(lines) - _MAX_LINES} more"]
     found = f"the ranks {mine.mismatch}"
@@ -85,43 +86,46 @@ def report(mine: Statement, statements: Mapping[R, str], where: str) -> str:
     return "\n".join([f"shardwright: {mine.call}: {found}{where}", *lines, mine.remedy]).rstrip() if lines else ""
 
 
-def _lines(statements: Mapping[R, Mapping[str, str | None]], otherwise: str | None, least: int) -> list[str]:
-    """Returns a line for each name with at least `least` different values.
+def _lines(rows: Mapping[R, Mapping[str, str | None]], default: str | None, min_values: int) -> list[str]:
+    """Returns a line of text for each name that has at least `min_values` different values in the ranks' rows.
 
-    A rank without the name counts with the value `otherwise`, or is left out if that is None.
+    A row without the name has the value `default`. Rows with the value None do not count.
     """
     lines = []
-    for name in dict.fromkeys(name for row in statements.values() for name in row):
-        values = {rank: value for rank, row in statements.items() if (value := row.get(name, otherwise)) is not None}
-        if len(set(values.values())) >= least:
+    for name in dict.fromkeys(name for row in rows.values() for name in row):
+        values = {rank: value for rank, row in rows.items() if (value := row.get(name, default)) is not None}
+        if len(set(values.values())) >= min_values:
             lines.append(f"  {name}: {values_text(values)}")
     return lines
 
 
-def by_value(statements: Mapping[R, V]) -> dict[V, list[R]]:
-    """Returns the ranks of each value, ordered by their first ranks."""
-    ranks_by_value: dict[V, list[R]] = {}
-    for rank, value in statements.items():
-        ranks_by_value.setdefault(value, []).append(rank)
-    return ranks_by_value
+def ranks_by_value(values: Mapping[R, V]) -> dict[V, list[R]]:
+    """Returns the ranks that have each value. `values` maps ranks to values."""
+    found: dict[V, list[R]] = {}
+    for rank, value in values.items():
+        found.setdefault(value, []).append(rank)
+    return found
 
 
-def values_text(statements: Mapping[R, str]) -> str:
-    """Returns a text such as "4 on ranks [0, 2]; 8 on ranks [1]". Long values are cut around the first difference."""
-    texts = by_value(statements)
-    first = len(os.path.commonprefix(list(texts)))
-    return "; ".join(f"{_excerpt(text, first)} on {ranks_text(ranks)}" for text, ranks in texts.items())
+def values_text(values: Mapping[R, str]) -> str:
+    """Returns a text such as "4 on ranks [0, 2]; 8 on ranks [1]" for values by rank.
+
+    Of long values, the part around the first difference is shown.
+    """
+    ranks_of = ranks_by_value(values)
+    first_difference = len(os.path.commonprefix(list(ranks_of)))
+    return "; ".join(f"{_excerpt(text, first_difference)} on {ranks_text(ranks)}" for text, ranks in ranks_of.items())
 
 
 def ranks_text(ranks: Sequence[R]) -> str:
-    """Returns "ranks [0, 1]", or the names of processes. Long lists are cut."""
+    """Returns a text such as "ranks [0, 1]" or "trainer 0, server 1". Long lists are shortened."""
     shown = ", ".join(map(str, ranks[:_MAX_RANKS]))
     shown += f", ... {len(ranks)} in all" if len(ranks) > _MAX_RANKS else ""
     return shown if isinstance(ranks[0], str) else f"ranks [{shown}]"
 
 
 def _excerpt(text: str, index: int) -> str:
-    """Returns a long text cut to _MAX_CHARACTERS characters, from shortly before index `index` on."""
+    """Returns at most _MAX_CHARACTERS characters of a text. Those of a long text begin shortly before `index`."""
     begin = max(index - _CHARACTERS_BEFORE, 0) if len(text) > _MAX_CHARACTERS else 0
     end = begin + _MAX_CHARACTERS
     return f"{'... ' if begin else ''}{text[begin:end]}{' ...' if end < len(text) else ''}"
@@ -131,7 +135,7 @@ def _excerpt(text: str, index: int) -> str:
 
 
 class _Words(ABC):
-    """Ranks that exchange words (int64).
+    """Exchanges words (int64) between ranks.
 
     Attributes:
         ranks: the ranks, as errors name them.
@@ -143,20 +147,22 @@ class _Words(ABC):
 
     @abstractmethod
     def exchange(self, step: str, mine: torch.Tensor) -> torch.Tensor:
-        """Returns a matrix with the row of words that each rank sent here. `step` names the exchange in errors.
+        """Sends words to all ranks. Returns a matrix whose row i has the words that rank i sent to this rank.
 
-        `mine` is one row, sent to every rank, or (not for `MeshWords`) a matrix with one row per receiver.
+        Args:
+            step: the name of the exchange in errors.
+            mine: one row for all ranks, or a matrix with one row for each receiver (not in `MeshWords`).
         """
 
     def compare(
-        self, mine: Statement, refusal: Exception | None = None, more: torch.Tensor | None = None
+        self, mine: Statement, own_error: Exception | None = None, more: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Compares the statements of all ranks. All ranks must call.
 
         Args:
             mine: the statement of this rank.
-            refusal: an error in this rank's arguments. The other ranks are told; this rank raises it.
-            more: further words to send, of the form that `exchange` takes.
+            own_error: an error in this rank's arguments. This rank raises it, and the others raise its text.
+            more: further words to send, in the same form as for `exchange`.
 
         Returns:
             A matrix with the words of `more` from each rank.
@@ -165,28 +171,29 @@ class _Words(ABC):
             RuntimeError: another rank has invalid arguments.
             ValueError: the statements differ. All ranks raise it.
         """
-        if refusal is not None:
-            mine = mine._replace(fields={}, errors={"arguments": str(refusal)})
+        if own_error is not None:
+            mine = mine._replace(fields={}, errors={"arguments": str(own_error)})
         text = mine.to_json().encode()
         digest = int.from_bytes(hashlib.blake2b(text, digest_size=_WORD_BYTES).digest(), "big", signed=True)
         head = torch.tensor([digest, len(text)])
         sent = head if more is None else torch.cat([head.expand(*more.shape[:-1], HEAD_WORDS), more], -1)
         step = f"{mine.call}, comparing arguments"
         received = self.exchange(step, sent)
-        if refusal is None and bool((received[:, 0] == digest).all()):
+        if own_error is None and bool((received[:, 0] == digest).all()):
             return received[:, HEAD_WORDS:]
+        # Statements differ: exchange their texts, padded to the same whole number of words.
         size = -(-int(received[:, 1].max()) // _WORD_BYTES) * _WORD_BYTES
         padded = torch.frombuffer(bytearray(text.ljust(size)), dtype=torch.int64)
         texts = [bytes(row.view(torch.uint8).tolist()).decode() for row in self.exchange(step, padded)]
-        if refusal is not None:
-            raise refusal
+        if own_error is not None:
+            raise own_error
         statements = dict(zip(self.ranks, texts, strict=True))
         kind = RuntimeError if any(json.loads(text)[2] for text in texts) else ValueError
-        raise kind(report(mine, statements, f" (this is rank {self.ranks[self.own]})"))
+        raise kind(error_text(mine, statements, f" (this is rank {self.ranks[self.own]})"))
 
 
 class GroupWords(_Words):
-    """Words over a process group. Does not keep the group alive."""
+    """Exchanges words between the ranks of a process group. Does not keep the group alive."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.ranks = groups.ranks_in_meshes(group)
@@ -205,7 +212,7 @@ class GroupWords(_Words):
 
 
 class MeshWords(_Words):
-    """Words over the groups of a DeviceMesh, sent from this device."""
+    """Exchanges words between the ranks of a DeviceMesh, over its groups. They are sent from the given device."""
 
     def __init__(self, mesh: DeviceMesh, device: torch.device) -> None:
         self.ranks = mesh.mesh.flatten().tolist()
@@ -218,18 +225,18 @@ class MeshWords(_Words):
         return self._all_reduce(table, dist.ReduceOp.SUM)  # other ranks have zeros in this rank's row
 
     def largest(self, mine: bytes | Sequence[int]) -> list[int]:
-        """Returns the elementwise maximum over the ranks. All ranks must call, with equally many values."""
+        """Returns the elementwise maximum over all ranks. All ranks must call, with the same number of values."""
         is_bytes = isinstance(mine, bytes)
         values = torch.tensor(list(mine), dtype=torch.uint8 if is_bytes else torch.int64)
         found: list[int] = self._all_reduce(values, dist.ReduceOp.MAX).tolist()
         return found
 
     def _all_reduce(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
-        """Reduces over all dims of the mesh. The host does not wait for the device if the groups have a CPU backend."""
+        """Returns the reduction over all ranks of the mesh. Groups with a CPU backend reduce without the device."""
         mesh = self._mesh
         if mesh.size() == 1:
             return values
-        # Programs in flight first start all of their transfers, so that the order is the same on all ranks.
+        # Programs in flight must first start all their transfers, so that the order on a group is equal on all ranks.
         _runtime.drain([group.group_name for group in mesh.get_all_groups()])
         for group in mesh.get_all_groups():
             sent = values if _has_cpu(group) else values.to(self._device)
@@ -247,10 +254,11 @@ def _has_cpu(group: dist.ProcessGroup) -> bool:
 
 
 class StoreTexts:
-    """Ranks that exchange texts through a store that all of them reach.
+    """Exchanges texts between ranks through a store that all of them reach.
 
-    Rounds are counted for each set of ranks. A rank that begins round n has read all of round n - 1, so the keys of
-    round n - 2 are deleted. The keys of round 3 are:
+    The exchanges of a set of ranks are rounds, counted from 0. A rank that begins round n has read round n - 1. That
+    round was complete only after all ranks had begun it, and so had read round n - 2, whose keys can be deleted. The
+    keys of round 3 are:
 
         3/7     the text of rank 7
         3       the number of ranks that have written their text
@@ -262,9 +270,17 @@ class StoreTexts:
         self._store = groups.client_of(store)
 
     def exchange(self, call: str, mine: str, ranks: tuple[R, ...], own: R, timeout: timedelta) -> dict[R, str]:
-        """Sends the text `mine` of rank `own` to all `ranks`. Returns the text of each rank.
+        """Sends a text to all ranks. Returns the text of each rank.
 
-        Raises RuntimeError, naming the call and the missing ranks, after the timeout.
+        Args:
+            call: the name of the call, for errors.
+            mine: the text of this rank.
+            ranks: all ranks that take part.
+            own: this rank.
+            timeout: the time to wait for the others.
+
+        Raises:
+            RuntimeError: ranks are missing after the timeout. The message names the call and these ranks.
         """
         round_index = self.rounds[ranks]
         self.rounds[ranks] += 1
@@ -293,27 +309,32 @@ class StoreTexts:
     def compare(
         self, mine: Statement, ranks: tuple[int, ...], own: int, timeout: timedelta | None = None, about: str = ""
     ) -> None:
-        """Raises RuntimeError on all `ranks` if their statements differ or have argument errors. All of them must call.
+        """Raises RuntimeError on all ranks if their statements differ or have argument errors. All ranks must call.
 
-        `own` is this rank. `about` describes the call further in the error about missing ranks.
+        Args:
+            mine: the statement of this rank.
+            ranks: all ranks that take part.
+            own: this rank.
+            timeout: the time to wait for the others; default: the default group's timeout.
+            about: a description of the call, for the error about missing ranks.
         """
         call = f"{mine.call} ({about})" if about else mine.call
         statements = self.exchange(call, mine.to_json(), ranks, own, timeout or groups.default_timeout())
         where = f" (number {self.rounds[ranks]} on {ranks_text(ranks)}; this is rank {own})"
-        if error := report(mine, statements, where):
+        if error := error_text(mine, statements, where):
             raise RuntimeError(error)
 
 
-# The result of `in_default_store` by default process group, then by name.
-_of_worlds: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, StoreTexts]] = weakref.WeakKeyDictionary()
-groups.when_gone.append(_of_worlds.clear)
+# Results of `in_default_store` by default process group, then by name.
+_by_default_group: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, StoreTexts]] = weakref.WeakKeyDictionary()
+groups.default_group_gone_hooks.append(_by_default_group.clear)
 
 
 def in_default_store(name: str) -> StoreTexts:
     """Returns the `StoreTexts` of this name in the store of the default group."""
     groups.note_world()
     assert dist.group.WORLD is not None
-    known = _of_worlds.setdefault(dist.group.WORLD, {})
+    known = _by_default_group.setdefault(dist.group.WORLD, {})
     if name not in known:
         known[name] = StoreTexts(dist.PrefixStore(f"shardwright/{name}", distributed_c10d._get_default_store()))
     return known[name]

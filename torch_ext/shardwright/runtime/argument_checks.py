@@ -28,15 +28,15 @@ def check_tensor(argument: str, value: Any) -> None:
         raise argument_error(argument, f"on {' or '.join(DEVICE_TYPES)}", value.device)
 
 
-def check_moved(argument: str, value: Any) -> None:
+def check_movable(argument: str, value: Any) -> None:
     """Checks that the argument is a plain tensor without a forward-mode tangent, which a move would drop."""
     check_tensor(argument, value)
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(value).tangent is not None:
         raise argument_error(argument, "without a forward-mode tangent", "a tensor with one; use .detach()")
 
 
-def check_written(argument: str, tensor: torch.Tensor) -> None:
-    """Checks that a tensor can be written: its memory holds its elements, each at an address of its own."""
+def check_writable(argument: str, tensor: torch.Tensor) -> None:
+    """Checks that the elements of a tensor can be written in place: its memory has each of them at its own address."""
     if tensor.is_conj() or tensor.is_neg():
         kind = "conjugated" if tensor.is_conj() else "negated"
         raise argument_error(argument, "a tensor whose memory holds its elements", f"a {kind} view")
@@ -51,8 +51,8 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
     """Returns True if several elements have the same address."""
     if tensor.is_contiguous() or tensor.numel() < 2:
         return False
-    # If each stride is at least the extent of all smaller strides together, no two elements have the same address.
-    end = 1
+    # If each stride exceeds the largest offset that all smaller strides can reach, all addresses are different.
+    end = 1  # the largest offset of the dims so far, plus 1
     for stride, size in sorted((s, n) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1):
         if stride == 0:
             return True
@@ -69,12 +69,12 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
 
 
 def resolved(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor whose memory holds its elements: a copy of a conjugated or negated view, else the tensor."""
+    """Returns a copy of a conjugated or negated view, whose memory does not hold its elements; else the tensor."""
     return tensor.resolve_conj().resolve_neg()
 
 
 def placements_of(value: Any, ndim: int) -> list[Placement]:
-    """Returns a list of torch's placements, one per mesh dim."""
+    """Returns the argument `placements` as a list of torch's placements, one per mesh dim. Raises ValueError."""
     placements = argument_values.items(
         value, "placements", "a list of torch's placements, such as [Shard(0), Replicate()]"
     )
@@ -94,7 +94,7 @@ def placements_of(value: Any, ndim: int) -> list[Placement]:
 
 
 def check_group(value: Any) -> None:
-    """Checks that the argument is None, a process group, or torch's marker for a group without this rank."""
+    """Checks that the argument is None, a process group, or the marker that torch returns to ranks outside a group."""
     is_group = isinstance(value, dist.ProcessGroup) or value is dist.GroupMember.NON_GROUP_MEMBER
     if value is not None and not is_group:
         raise argument_error("group", "a torch.distributed.ProcessGroup", f"a {type(value).__name__}")
@@ -113,7 +113,7 @@ def check_dtype(argument: str, value: Any) -> None:
 
 
 def device_of(argument: str, value: Any) -> torch.device:
-    """Returns the CPU or CUDA device that a string or a torch.device names."""
+    """Returns the argument, a string or a torch.device, as a CPU or CUDA device. Raises ValueError."""
     try:
         device = torch.device(value)
     except (RuntimeError, TypeError):

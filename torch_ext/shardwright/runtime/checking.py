@@ -1,8 +1,8 @@
 """A debug mode in which ranks check, before anything is sent, that they all run the same redistributes.
 
 If a rank runs another program than its peers, or none, the job usually hangs or gets wrong data elsewhere. In this
-mode, the ranks of a mesh write a statement of each redistribute into the store of torch.distributed, and compare.
-No collective is needed, so the check does not hang if ranks are missing.
+mode, each rank of a mesh writes a statement about each redistribute into the store of torch.distributed, and reads
+those of the others. This needs no collective, so it does not hang if ranks are missing.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ DEFAULT_TIMEOUT_SECONDS = 60.0
 
 
 class _Setting(NamedTuple):
+    """The arguments of the last `check_ranks`."""
+
     on: bool
     timeout_seconds: float
 
 
 def _is_enabled(value: str) -> bool:
-    """Returns True if the environment variable turns the mode on."""
+    """Returns True if this value of SHARDWRIGHT_CHECK_RANKS turns the mode on. Raises ValueError."""
     if value not in ("", "0", "1"):
         raise argument_error("SHARDWRIGHT_CHECK_RANKS", "0 or 1 in the environment", repr(value))
     return value == "1"
@@ -41,26 +43,26 @@ _setting = _Setting(_is_enabled(os.environ.get("SHARDWRIGHT_CHECK_RANKS", "")), 
 _runtime.set_check_ranks(_setting.on)
 
 
-# The texts of groups that join several jobs (connecting.py).
-texts_of: weakref.WeakKeyDictionary[dist.ProcessGroup, StoreTexts] = weakref.WeakKeyDictionary()
+# For each group that joins several jobs, the exchange of texts among its ranks (connecting.py).
+connection_texts: weakref.WeakKeyDictionary[dist.ProcessGroup, StoreTexts] = weakref.WeakKeyDictionary()
 
-# The group whose ranks an executable's mesh uses. Meshes of other executables use global ranks.
-_group_of: weakref.WeakKeyDictionary[_runtime.Executable, groups.WeakGroup] = weakref.WeakKeyDictionary()
+# The group in which the ranks of an executable's mesh are counted. Meshes of all other executables have global ranks.
+_group_of_executable: weakref.WeakKeyDictionary[_runtime.Executable, groups.WeakGroup] = weakref.WeakKeyDictionary()
 
 
 def note_group(executable: _runtime.Executable, group: dist.ProcessGroup | None) -> None:
-    """Records that the mesh of an executable uses the ranks of this group."""
+    """Records that the mesh of an executable has ranks of this group; None: global ranks."""
     if group is not None:
-        _group_of[executable] = groups.weakly(group)
+        _group_of_executable[executable] = groups.weakly(group)
 
 
-# The group whose ranks an operator's mesh uses, by program and group names.
+# The group in which the ranks of an operator's mesh are counted, by its program and the names of its groups.
 _group_of_operator: dict[tuple[str, ...], groups.WeakGroup] = {}
 _MAX_OPERATORS = 8192  # entries of `_group_of_operator`; the oldest is dropped first
 
 
 def note_group_of_operator(program: str, names: Sequence[str], group: dist.ProcessGroup | None) -> None:
-    """Records that the mesh of an operator's program uses the ranks of this group; None: global ranks."""
+    """Records that the mesh of an operator's program has ranks of this group; None: global ranks."""
     key = (program, *names)
     _group_of_operator.pop(key, None)
     if group is not None:
@@ -94,6 +96,7 @@ def check_ranks(on: bool = True, *, timeout_seconds: float = DEFAULT_TIMEOUT_SEC
 
 
 def is_on() -> bool:
+    """Returns True if ranks compare what they run."""
     return _setting.on
 
 
@@ -106,8 +109,12 @@ def compare(
 ) -> None:
     """Raises RuntimeError on all ranks of the executable's mesh unless all are about to run the same redistribute.
 
-    `async_op` is None in a graph, and matches either value of eager code on other ranks. With `rows_are_own`, ranks may
-    have operands of different sizes, because no transfer of the product depends on them.
+    Args:
+        executable: the program that this rank is going to run.
+        local: its input.
+        async_op: the argument of the call; None in a graph, which matches both values on ranks that run eager code.
+        out: the tensor for the result, if one was given.
+        rows_are_own: ranks may have operands of different sizes, because no transfer of the product depends on them.
     """
     fields = {
         **{field: value for field, value in executable.signature.items() if field != "operands" or not rows_are_own},
@@ -116,10 +123,10 @@ def compare(
     }
     errors = {"input": _input_error(executable, local), "out": _out_error(executable, local, out)}
     about = f"{fields['src']} -> {fields['dst']} of {fields['tensor']}"
-    known = _group_of.get(executable)
+    known = _group_of_executable.get(executable)
     group = None if known is None else known.get()
     ranks, rank = executable.mesh_ranks, executable.rank
-    if group is not None and group not in texts_of:
+    if group is not None and group not in connection_texts:
         ranks = sorted(dist.get_global_rank(group, member) for member in ranks)
         rank = dist.get_rank()
     compare_calls(Statement("redistribute", fields, errors), ranks, rank, about, group)
@@ -130,10 +137,16 @@ def compare_calls(
 ) -> None:
     """Raises RuntimeError on all of `ranks` unless all make the same call with valid arguments.
 
-    Calls of all kinds on the same ranks share one counter. `ranks` are global ranks, or ranks of a `group` that joins
-    several jobs.
+    Calls of all kinds on the same ranks share one counter.
+
+    Args:
+        mine: the statement of this rank.
+        ranks: global ranks, or ranks of `group` if it joins several jobs.
+        rank: this rank.
+        about: a description of the call, for the error about missing ranks.
+        group: the process group of the call, or None. It only matters if it joins several jobs.
     """
-    texts = None if group is None else texts_of.get(group)
+    texts = None if group is None else connection_texts.get(group)
     if texts is None:
         texts = agreement.in_default_store("calls")
     else:
@@ -148,7 +161,7 @@ def _compare_operator(
     executable = _runtime.executable(program, list(group_names), rank)
     group = _group_of_operator.get((program, *group_names))
     if group is not None:
-        _group_of[executable] = group
+        _group_of_executable[executable] = group
     compare(executable, input, None, out)
 
 
@@ -158,7 +171,7 @@ torch.library.impl("shardwright::compare_ranks", "CompositeExplicitAutograd")(_c
 def _input_error(executable: _runtime.Executable, local: torch.Tensor) -> str | None:
     """Returns the reason why a local tensor contradicts the source layout, or None if it does not."""
     expected, dtype = tuple(executable.input_shape), executable.signature["dtype"]
-    has_shape = tuple(local.shape) == expected or differs_in_ones(local, expected)
+    has_shape = tuple(local.shape) == expected or differs_in_unit_dims_only(local, expected)
     if has_shape and str(local.dtype) == f"torch.{dtype}":
         return None
     return f"must be {dtype}{list(expected)}, got {str(local.dtype).removeprefix('torch.')}{list(local.shape)}"
@@ -174,9 +187,9 @@ def _out_error(executable: _runtime.Executable, local: torch.Tensor, out: torch.
     return None
 
 
-def differs_in_ones(local: torch.Tensor, shape: Sequence[int]) -> bool:
-    """Returns True if a part has more or fewer dims than its layout, but differs only in dims of size 1.
+def differs_in_unit_dims_only(local: torch.Tensor, shape: Sequence[int]) -> bool:
+    """Returns True if a tensor has another number of dims than `shape`, but the same sizes apart from dims of size 1.
 
-    torch 2.15 ends the product of a vector and a matrix with an in-place squeeze that changes the part alone.
+    torch 2.15 ends DTensor's product of a vector and a matrix with an in-place squeeze of the local tensor only.
     """
     return local.dim() != len(shape) and [n for n in local.shape if n != 1] == [n for n in shape if n != 1]

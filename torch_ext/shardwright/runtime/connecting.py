@@ -1,8 +1,8 @@
 """Connects separate jobs, such as a trainer and a server, by one process group of all their ranks.
 
-Each job has a world of its own, made by `torch.distributed.init_process_group`. All jobs reach one store. Every process
+Each job has its own world, made by `torch.distributed.init_process_group`. All jobs reach one store. Every process
 writes its identity, its declarations and its planning tables there, and reads those of all others. So all processes
-decide alike: either each makes its part of the group, or each raises the same error.
+make the same decision: all join the group, or all raise the same error.
 
 A role is the name of a job. A process is identified by its role and its rank in its own job.
 """
@@ -26,7 +26,7 @@ from ..layouts.errors import argument_error
 from ..layouts.layout import layout_text, mesh_text
 from ..layouts.topology import ENVIRONMENT_VARIABLE, tables_now
 from . import checking, groups
-from .agreement import Statement, StoreTexts, report
+from .agreement import Statement, StoreTexts, error_text
 
 _POLL_SECONDS = 0.02  # interval between two reads of the store
 
@@ -54,13 +54,13 @@ class Connection:
         self._jobs = jobs  # the exchange of texts with all processes
         self._timeout = timeout
         self._members = sorted(members)  # (role, rank in its job) of each rank of `group`
-        self._made: dict[tuple[int, ...], groups.WeakGroup] = {}  # groups of some of the ranks, by these ranks
-        self._times_made: dict[tuple[int, ...], int] = {}  # by ranks: number of groups made so far, failed ones too
+        self._made: dict[tuple[int, ...], groups.WeakGroup] = {}  # groups of a part of the ranks, by these ranks
+        self._num_attempts: dict[tuple[int, ...], int] = {}  # number of attempts to make a group, by ranks
         self.role = jobs.role
         self.world_size = len(members)
         self.rank = self._members.index((jobs.role, jobs.rank))
         self.group = self._make(tuple(range(self.world_size)))
-        groups.makers[self.group] = _maker_of(weakref.ref(self))
+        groups.makers[self.group] = _weak_maker(weakref.ref(self))
 
     def ranks(self, role: str) -> tuple[int, ...]:
         """Returns the ranks of a job in `group`, in the order of its own ranks. Jobs are sorted by name.
@@ -105,21 +105,21 @@ class Connection:
 
     def _make(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         """Makes a process group of these ranks of the connection. Collective among them."""
-        times = self._times_made[ranks] = self._times_made.get(ranks, 0) + 1
-        name = f"{self._jobs.prefix}/ranks {'_'.join(map(str, ranks))} {times}"
+        attempts = self._num_attempts[ranks] = self._num_attempts.get(ranks, 0) + 1
+        name = f"{self._jobs.prefix}/ranks {'_'.join(map(str, ranks))} {attempts}"
         try:
-            at, size, backend = ranks.index(self.rank), len(ranks), self._jobs.backend
-            group = groups.make_over_store(name, self._jobs.store, at, size, self._timeout, backend=backend)
+            index, size, backend = ranks.index(self.rank), len(ranks), self._jobs.backend
+            group = groups.make_over_store(name, self._jobs.store, index, size, self._timeout, backend=backend)
         except RuntimeError as error:
             raise RuntimeError(
                 f"connect: {self._jobs.me} could not join the group of ranks {ranks}: {error}"
             ) from error
-        # PyTorch looks up this process by its rank in its own world. Ranks of other jobs have none there, so their keys
-        # are numbers above it.
+        # PyTorch's table maps ranks of this process's world to ranks of the group. Processes of other jobs have no rank
+        # in this world, so their keys are numbers from the size of the world on.
         own = {rank: i for i, rank in enumerate(self.ranks(self.role))}
         key_of = {rank: own.get(rank, len(own) + rank) for rank in ranks}
         distributed_c10d._world.pg_group_ranks[group] = {key_of[rank]: i for i, rank in enumerate(ranks)}
-        checking.texts_of[group] = self._jobs.texts
+        checking.connection_texts[group] = self._jobs.texts
         return group
 
 
@@ -174,14 +174,14 @@ def connect(
     return Connection(jobs, members, timeout)
 
 
-def _maker_of(connection: weakref.ref[Connection]) -> groups.Maker:
+def _weak_maker(connection: weakref.ref[Connection]) -> groups.Maker:
     """Returns the `Maker` of a connection. Holds the connection weakly, because a connection holds its groups."""
 
     def find_or_make(ranks: tuple[int, ...], may_make: bool) -> dist.ProcessGroup:
-        alive = connection()
-        if alive is None:
+        connected = connection()
+        if connected is None:
             raise RuntimeError("group: its Connection was deleted; keep it as long as the group is used")
-        return alive._find_or_make(ranks, may_make)
+        return connected._find_or_make(ranks, may_make)
 
     return find_or_make
 
@@ -193,11 +193,10 @@ class _JobExchange:
         self.role, self.rank, self.world_size, self.backend = role, dist.get_rank(), world_size, backend
         self.me = f"{role} {self.rank}"  # this process in errors
         self.store = store
-        self.everyone = f"shardwright/connect/{name}"  # the key that counts processes; prefix of the others
-        # A process that comes after all `world_size` processes, or after one of them has timed out, belongs to the next
-        # connection of this name.
-        # `call_index` counts all processes that have called with this name. `first_call_index` is that of the first
-        # process of this connection.
+        self.everyone = f"shardwright/connect/{name}"  # the key that counts calls with this name; prefix of other keys
+        # `call_index` is the index of this call among all calls with this name. `world_size` consecutive calls belong
+        # to one connection, which begins at `first_call_index`. A process that calls after another process of its
+        # connection has timed out takes a new index, until it gets one of the next connection.
         while True:
             self.call_index = store.add(self.everyone, 1) - 1
             self.first_call_index = self.call_index // world_size * world_size
@@ -230,22 +229,22 @@ class _JobExchange:
             if len(by_key) == len(keys) or time.monotonic() > end:
                 break
             time.sleep(_POLL_SECONDS)
-        here = [by_key[key] for key in keys if key in by_key]
-        self._check_equal(here, "world_size", "world_size")
-        if len(here) < self.world_size:
+        called = [by_key[key] for key in keys if key in by_key]
+        self._check_equal(called, "world_size", "world_size")
+        if len(called) < self.world_size:
             self.store.set(self._timeout_key(), self.me)
             raise RuntimeError(
                 f"connect: {self.me} waited {timeout.total_seconds():g} s for {self.world_size} ranks, but only "
-                f"{len(here)} called: {_listed(here)}; {_missing(here)}"
+                f"{len(called)} called: {_listed(called)}; {_missing(called)}"
             )
-        self._check_equal(here, "backend", "backend")
-        members = {(member["role"], member["rank"]): member for member in here}
-        sizes = {member["role"]: member["ranks"] for member in here}
-        if len(members) < len(here) or sum(sizes.values()) != self.world_size or len(sizes) < 2:
+        self._check_equal(called, "backend", "backend")
+        members = {(member["role"], member["rank"]): member for member in called}
+        sizes = {member["role"]: member["ranks"] for member in called}
+        if len(members) < len(called) or sum(sizes.values()) != self.world_size or len(sizes) < 2:
             worlds = ", ".join(f"{size} ({role})" for role, size in sorted(sizes.items()))
             raise RuntimeError(
                 f"connect: the {self.world_size} (world_size) ranks must be all ranks of two or more jobs with "
-                f"different roles, got {_listed(here)}. The jobs have {worlds} ranks"
+                f"different roles, got {_listed(called)}. The jobs have {worlds} ranks"
             )
         return members
 
@@ -263,7 +262,7 @@ class _JobExchange:
         fields = {**declared, "version of shardwright": builds.version(), **tables}
         mine = Statement("connect", fields, mismatch="differ in declarations or planning tables", remedy=_REMEDY)
         names = tuple(f"{role} {rank}" for role, rank in members)
-        if error := report(mine, self.texts.exchange("connect", mine.to_json(), names, self.me, timeout), ""):
+        if error := error_text(mine, self.texts.exchange("connect", mine.to_json(), names, self.me, timeout), ""):
             raise RuntimeError(error)
 
 
@@ -288,7 +287,7 @@ def _text(value: Any, name: str) -> str:
 
 
 def _listed(members: Sequence[dict[str, Any]]) -> str:
-    """Returns a text such as "server 0, 1; trainer 0, 2"."""
+    """Returns the roles and ranks of processes as a text such as "server 0, 1; trainer 0, 2"."""
     roles = sorted({member["role"] for member in members})
     ranks = {role: sorted(member["rank"] for member in members if member["role"] == role) for role in roles}
     return "; ".join(f"{role} {', '.join(map(str, ranks[role]))}" for role in roles)
@@ -296,10 +295,10 @@ def _listed(members: Sequence[dict[str, Any]]) -> str:
 
 def _missing(members: Sequence[dict[str, Any]]) -> str:
     """Returns a text such as "missing ranks: server 1": the ranks of each job that have not called."""
-    lacking = []
+    parts = []
     for role, size in sorted({member["role"]: member["ranks"] for member in members}.items()):
-        came = {member["rank"] for member in members if member["role"] == role}
-        absent = [str(rank) for rank in range(size) if rank not in came]
+        present = {member["rank"] for member in members if member["role"] == role}
+        absent = [str(rank) for rank in range(size) if rank not in present]
         if absent:
-            lacking.append(f"{role} {', '.join(absent)}")
-    return f"missing ranks: {'; '.join(lacking)}" if lacking else "no rank of another job called"
+            parts.append(f"{role} {', '.join(absent)}")
+    return f"missing ranks: {'; '.join(parts)}" if parts else "no rank of another job called"

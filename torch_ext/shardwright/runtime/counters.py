@@ -15,7 +15,7 @@ _log = logging.getLogger("shardwright")
 
 
 class _Counts:
-    """The counters that change on every call or on every cache miss."""
+    """The counters that are plain numbers. `stats` describes each."""
 
     __slots__ = (
         *("batched_tensors", "batches", "cache_hits", "calls", "combines", "dispatches", "dropped", "misfits", "plans"),
@@ -30,7 +30,7 @@ class _Counts:
         self.activations_cut = self.activation_gathers = self.changed_starts = self.full_starts = self.changed_bytes = 0
 
 
-counts = _Counts()  # docs of each counter: `stats`
+counts = _Counts()
 _reasons: Counter[str] = Counter()  # redistributes that were left to PyTorch, by reason
 _view_reasons: Counter[str] = Counter()  # views that were left to PyTorch, by reason
 _strided_reasons: Counter[str] = Counter()  # operators whose inputs were gathered, by operator

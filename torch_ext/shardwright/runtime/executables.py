@@ -31,23 +31,23 @@ MAX_EXECUTABLES = 8192
 MAX_EARLIER_TABLES = 3
 
 tables.change_hooks.append(_runtime.invalidate_sized_plans)
-groups.when_gone.append(_runtime.invalidate_sized_plans)
-groups.when_any_gone.append(_runtime.invalidate_sized_plans)
+groups.default_group_gone_hooks.append(_runtime.invalidate_sized_plans)
+groups.group_gone_hooks.append(_runtime.invalidate_sized_plans)
 
 # The time in seconds that the end of the process waits for asynchronous redistributes that nobody waited for.
 EXIT_SECONDS = 5.0
 atexit.register(_runtime.finish_programs, EXIT_SECONDS)
 
 
-# The fake backend of dry runs moves no data, so DTensor redistributes over it are left to PyTorch, which decides the
-# values of results. Benchmarks that time shardwright without data set this.
+# False: DTensor redistributes over the fake backend of dry runs are left to PyTorch. That backend moves no data, so
+# shardwright's results would have other values than PyTorch's. Benchmarks of the host's time set this to True.
 runs_on_fake_groups = False
 
 
 class Refusal(NamedTuple):
-    """The reason why there is no executable for a pair of layouts."""
+    """The reason why a pair of layouts has no executable."""
 
-    reason: str  # the same text for all cases of one cause
+    reason: str  # a text without values, by which `sw.stats()` counts fallbacks
     example: str = ""  # the full text of this case, if it is longer
 
 
@@ -68,69 +68,70 @@ class PlanningCache(Generic[T]):
     """
 
     def __init__(self, is_local: bool = False) -> None:
-        # The tables and the values made with them, in one tuple, so that threads never see a wrong pair.
-        self._now: tuple[PlanningTables, dict[Hashable, T]] = (tables.current, {})
+        # The tables and the values made with them. They are one tuple, so that threads always read a matching pair.
+        self._current: tuple[PlanningTables, dict[Hashable, T]] = (tables.current, {})
         self._by_earlier_tables: dict[PlanningTables, dict[Hashable, T]] = {}
-        self._switching = threading.Lock()
-        groups.when_gone.append(self.clear)
+        self._switch_lock = threading.Lock()
+        groups.default_group_gone_hooks.append(self.clear)
         if is_local:
-            groups.when_any_gone.append(self.clear)
+            groups.group_gone_hooks.append(self.clear)
 
     def get(self, key: Hashable) -> T | None:
         """Returns the value stored under the current tables and default group, or None."""
-        made_with, entries = self._now
-        if made_with is not tables.current or groups.noted_world.alive() is not dist.group.WORLD:
+        made_with, entries = self._current
+        if made_with is not tables.current or groups.cached_default_group.alive() is not dist.group.WORLD:
             entries = self._switch_tables()
         return entries.get(key)
 
     def put(self, key: Hashable, value: T) -> None:
         """Stores a value that was made after the last `get`, unless the tables have changed since then."""
-        made_with, entries = self._now
+        made_with, entries = self._current
         if made_with is tables.current:
-            store(entries, key, value, MAX_EXECUTABLES)
+            put_bounded(entries, key, value, MAX_EXECUTABLES)
 
     def get_or_make(self, key: Hashable, make: Callable[[], T]) -> T:
         """Returns the cached value for `key`, or makes and stores it."""
         value = self.get(key)
         if value is None:
-            before = self._now
+            before = self._current
             value = make()
-            if before is self._now and before[0] is tables.current:
-                store(before[1], key, value, MAX_EXECUTABLES)
+            if before is self._current and before[0] is tables.current:
+                put_bounded(before[1], key, value, MAX_EXECUTABLES)
         return value
 
     def clear(self) -> None:
-        self._now = self._now[0], {}
+        """Drops all values."""
+        self._current = self._current[0], {}
         self._by_earlier_tables.clear()
 
     def __len__(self) -> int:
-        return len(self._now[1]) + sum(map(len, self._by_earlier_tables.values()))
+        return len(self._current[1]) + sum(map(len, self._by_earlier_tables.values()))
 
     def _switch_tables(self) -> dict[Hashable, T]:
-        """Switches to the current tables and the current default group. Returns the values made with them."""
+        """Makes the values of the current tables and of the current default group the current ones. Returns them."""
         groups.note_world()
-        with self._switching:
-            made_with, entries = self._now
+        with self._switch_lock:
+            made_with, entries = self._current
             if made_with is not tables.current:
                 self._by_earlier_tables[made_with] = entries
                 now = tables.current
                 entries = self._by_earlier_tables.pop(now, {})
-                self._now = now, entries
+                self._current = now, entries
                 while len(self._by_earlier_tables) > MAX_EARLIER_TABLES:
                     del self._by_earlier_tables[next(iter(self._by_earlier_tables))]
             return entries
 
 
-def store(entries: dict[K, T], key: K, value: T, most: int) -> None:
-    """Stores a value in a cache of at most `most` entries. Drops the oldest entries to make room."""
-    while len(entries) >= most:
+def put_bounded(entries: dict[K, T], key: K, value: T, max_entries: int) -> None:
+    """Adds a value to a cache of at most `max_entries` entries. Drops the oldest entries to make room."""
+    while len(entries) >= max_entries:
         with contextlib.suppress(KeyError, RuntimeError):  # another thread has dropped or added an entry
             del entries[next(iter(entries))]
     entries[key] = value
 
 
 def cached(function: Callable[..., T]) -> Callable[..., T]:
-    """A decorator that caches results by positional arguments, for functions that depend on meshes or plans."""
+    """Decorates a function whose results depend on meshes or plans: caches them by its positional arguments."""
     results: PlanningCache[T] = PlanningCache()
 
     @functools.wraps(function)
@@ -150,7 +151,7 @@ def lookup(key: Hashable, build: Callable[[], _runtime.Executable | Refusal]) ->
     if cached is not None:
         counters.counts.cache_hits += 1
         return cached
-    tables_now()  # applies changes of the environment first: values made while tables change are not cached
+    tables_now()  # applies changes of the environment now, because values made while tables change are not cached
     return _executables.get_or_make(key, build)
 
 
@@ -161,49 +162,54 @@ def make_plan(
     group: dist.ProcessGroup | None = None,
     existing_groups_of: Any | None = None,
 ) -> _planner.Plan:
-    """Makes the plan with the lowering for the backend of this type of device.
+    """Returns the plan from `src` to `dst` for the backend of the group for this type of device.
 
     If `existing_groups_of` is a DeviceMesh, moves use only process groups that exist. Between two meshes, ranks cannot
     look up the groups of the other mesh; see `plan_over_own_dims`.
     """
-    backend = lowering_on(src.mesh, device_type, group).name
+    backend = lowering_for_mesh(src.mesh, device_type, group).name
     if dst.mesh is not src.mesh:
-        lowering_on(dst.mesh, device_type, group)  # checks its ranks
-    usable = None if existing_groups_of is None else allowed_groups(src, dst, existing_groups_of)
-    return plan_over(src, dst, backend, usable)
+        lowering_for_mesh(dst.mesh, device_type, group)  # checks its ranks
+    usable_dims = None if existing_groups_of is None else usable_mesh_dims(src, dst, existing_groups_of)
+    return plan_for_backend(src, dst, backend, usable_dims)
 
 
-def allowed_groups(src: _planner.Layout, dst: _planner.Layout, device_mesh: Any) -> list[tuple[int, ...]]:
-    """Returns the sets of mesh dims that already have a process group; none for moves between meshes."""
-    return groups.existing(src.mesh, device_mesh) if src.mesh.has_same_ranks(dst.mesh) else []
+def usable_mesh_dims(src: _planner.Layout, dst: _planner.Layout, device_mesh: Any) -> list[tuple[int, ...]]:
+    """Returns the sets of mesh dims that already have a process group; an empty list for moves between meshes."""
+    return groups.dims_with_groups(src.mesh, device_mesh) if src.mesh.has_same_ranks(dst.mesh) else []
 
 
-def plan_over(
-    src: _planner.Layout, dst: _planner.Layout, backend: str, usable: list[tuple[int, ...]] | None
+def plan_for_backend(
+    src: _planner.Layout, dst: _planner.Layout, backend: str, usable_dims: list[tuple[int, ...]] | None
 ) -> _planner.Plan:
-    """Makes the plan for a backend. If `usable` is given, moves use only the groups of these sets of mesh dims."""
+    """Returns the plan for a backend: the pinned one if there is one, else the cheapest.
+
+    If `usable_dims` is given, moves on one mesh use only the groups over these sets of mesh dims, and moves between
+    meshes need no new groups (`plan_over_own_dims`).
+    """
     cached = planning.pinned(src, dst, backend)
     if cached is not None:
         plan_log.note(cached, "pinned")
         return cached
-    if usable is not None and not src.mesh.has_same_ranks(dst.mesh):
-        plan, usable = plan_over_own_dims(src, dst, backend), None
+    if usable_dims is not None and not src.mesh.has_same_ranks(dst.mesh):
+        plan, usable_dims = plan_over_own_dims(src, dst, backend), None
         why = "chosen because it needs no new groups of mesh dims"
     else:
-        plan = planning.plan(src, dst, backend=backend, groups=usable)
-        why = plan_log.why_chosen(plan, usable)
+        plan = planning.plan(src, dst, backend=backend, groups=usable_dims)
+        why = plan_log.why_chosen(plan, usable_dims)
     counters.counts.plans += 1
     plan_log.note(plan, why)
-    note_default_topology(plan, usable)
+    log_default_topology(plan, usable_dims)
     return plan
 
 
 def plan_over_own_dims(src: _planner.Layout, dst: _planner.Layout, backend: str) -> _planner.Plan:
-    """Returns a plan from one mesh to another that needs no new process group, except the one of both meshes.
+    """Returns a plan from one mesh to another that needs no new process group, except the group of both meshes.
 
-    It reduces pending values over one mesh dim at a time, for which every DeviceMesh has a group, and then crosses.
+    The plan reduces pending values over one mesh dim at a time, because every DeviceMesh has these groups. The next
+    step moves the tensor to the other mesh.
     """
-    through = []
+    through = []  # the layouts after each reduction
     if src.has_pending:
         own = [(dim,) for dim in range(src.mesh.ndim) if src.mesh.shape[dim] > 1]
         reduced = planning.plan(src, src.without_pending(), backend=backend, groups=own)
@@ -211,10 +217,10 @@ def plan_over_own_dims(src: _planner.Layout, dst: _planner.Layout, backend: str)
     return planning.plan(src, dst, backend=backend, through=through)
 
 
-def note_default_topology(plan: _planner.Plan, usable: Sequence[Sequence[int]] | None = None) -> None:
-    """Logs once that plans use a default topology, if this plan does and another topology could change it.
+def log_default_topology(plan: _planner.Plan, usable_dims: Sequence[Sequence[int]] | None = None) -> None:
+    """Logs a hint to measure, once, if this plan uses a default topology and would differ under another topology.
 
-    `usable` are the sets of mesh dims whose groups the plan may use; None allows all.
+    `usable_dims` are the sets of mesh dims whose groups the plan may use; None allows all.
     """
     if plan.messages_max == 0 or not (tables.notes_default() and _is_first_rank()):
         return
@@ -222,31 +228,32 @@ def note_default_topology(plan: _planner.Plan, usable: Sequence[Sequence[int]] |
     if topology is not None or tables.measured_topology(plan.backend) is not None:
         return
     ends = plan.src, plan.dst
-    plans = [planning.plan(*ends, backend=plan.backend, groups=usable, topology=extreme) for extreme in _EXTREMES]
+    plans = [planning.plan(*ends, backend=plan.backend, groups=usable_dims, topology=extreme) for extreme in _EXTREMES]
     if len({tuple((step.op, step.mesh_dims, step.after) for step in p.steps) for p in (plan, *plans)}) > 1:
         tables.note_default(plan.topology)
 
 
-# Links for which only the number of messages counts, and only their bytes. Predicted times are sums of both, so a plan
-# that is cheapest at both extremes is cheapest with every link between them.
+# Two topologies: in the first only the number of messages costs time, in the second only their bytes. Predicted times
+# are weighted sums of both, so a plan that is cheapest in both is cheapest with any link.
 _EXTREMES = (
     _planner.Topology("latency", 0, 10**9, 1, _planner.Link(10**9, 1), _planner.Link(10**9, 1)),
     _planner.Topology("bandwidth", 0, 1, 1, _planner.Link(1, 10**9), _planner.Link(1, 10**9)),
 )
 
 
-def note_default_model(model: _planner.GemmModel, device_type: str) -> None:
+def log_default_model(model: _planner.GemmModel, device_type: str) -> None:
     """Logs once that products are planned with default times, if this is the default model."""
     if model == tables.default_gemm_model(device_type) and _is_first_rank():
         tables.note_default(model.name)
 
 
 def _is_first_rank() -> bool:
+    """Returns True on global rank 0, or without torch.distributed."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def why_not_over_groups(device_type: str) -> str | None:
-    """Returns the reason to leave all DTensor redistributes on this type of device to PyTorch; None without one."""
+def why_left_to_torch(device_type: str) -> str | None:
+    """Returns the reason to leave all DTensor redistributes on this type of device to PyTorch, or None."""
     name = _backend_name(device_type, None)
     if name is None:
         return f"process group without a backend object for {device_type}"
@@ -262,19 +269,22 @@ def bind(
     group: dist.ProcessGroup | None = None,
     make_groups: bool = True,
 ) -> _runtime.Executable:
-    """Compiles a plan for this rank and binds it. Collective among the ranks of any group that must be made.
+    """Returns a plan's program for this rank, bound to its groups. Collective among the ranks of each missing group.
 
-    Ranks of the plan's mesh are global ranks, or ranks of `group` if one is given. Without `make_groups`, raises
-    RuntimeError if a group is missing.
+    Args:
+        plan: the plan. Ranks of its meshes are global ranks, or ranks of `group` if one is given.
+        device_mesh: a DeviceMesh whose groups are used.
+        group: the process group whose ranks the plan has.
+        make_groups: False to raise RuntimeError instead of making a missing group.
     """
     program = _runtime.CompiledProgram(plan.to_bytes(), dist.get_rank(group))
-    names = names_of(program.groups, device_mesh=device_mesh, group=group, make_groups=make_groups)
+    names = group_names_of(program.groups, device_mesh=device_mesh, group=group, make_groups=make_groups)
     executable = program.bind(names)
     checking.note_group(executable, group)
     return executable
 
 
-def names_of(
+def group_names_of(
     members: Sequence[tuple[Sequence[int], Sequence[int]]],
     *,
     device_mesh: Any | None = None,
@@ -282,10 +292,14 @@ def names_of(
     make_groups: bool = True,
     are_global: bool = False,
 ) -> list[str]:
-    """Returns the names of the process groups for these (mesh dims, ranks), in order. Makes groups that are missing.
+    """Returns the names of the process groups of a program, in the order of `members`. Makes missing groups.
 
-    If `group` is given, `members` has its ranks, unless they `are_global`; a group of separate jobs has no global
-    ranks. Without `make_groups`, raises RuntimeError if a group is missing.
+    Args:
+        members: for each group, its mesh dims and its ranks.
+        device_mesh: a DeviceMesh whose groups are used.
+        group: a process group. The ranks in `members` are ranks in this group, unless they `are_global`.
+        make_groups: False to raise RuntimeError instead of making a missing group.
+        are_global: the ranks are global ranks. Not possible for a group of separate jobs, which has none.
     """
     names = []
     maker = None if group is None else groups.makers.get(group)
@@ -303,16 +317,16 @@ def names_of(
     return names
 
 
-def names_for(text: str, rank: int, **where: Any) -> list[str]:
-    """Returns the names of the process groups that an operator's program needs. Binding reuses the compiled program.
+def operator_group_names(text: str, rank: int, **where: Any) -> list[str]:
+    """Returns the names of the process groups that an operator's program needs. Caches the compiled program.
 
-    `text` is the operator's plan, product or attention as text. `where` has the arguments of `names_of`.
+    `text` is the operator's plan, product or attention as text. `where` has keyword arguments of `group_names_of`.
     """
-    return names_of(_runtime.compiled(text, rank).groups, **where)
+    return group_names_of(_runtime.compiled(text, rank).groups, **where)
 
 
 def bind_batch(batch: _planner.Batch, device_type: str, group: dist.ProcessGroup | None) -> _runtime.BoundBatch:
-    """Plans a batch and binds this rank's program to the group, whose ranks the batch's meshes use."""
+    """Plans a batch and returns this rank's program, bound to `group`. The batch's meshes have ranks of that group."""
     carrier = group if group is not None else dist.group.WORLD
     assert carrier is not None
     return _runtime.BoundBatch(batch.to_bytes(), dist.get_rank(group), carrier.group_name, wire(device_type, group))
@@ -321,10 +335,11 @@ def bind_batch(batch: _planner.Batch, device_type: str, group: dist.ProcessGroup
 def run(
     executable: _runtime.Executable, local: torch.Tensor, async_op: bool, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Runs an executable. With async_op, a result that is not finished is an AsyncCollectiveTensor.
+    """Runs an executable on a local tensor and returns the result.
 
-    With `out`, the result is written there and `out` is returned; async_op must be False. Without it, a local tensor of
-    another shape than the layout's is cut or padded (`_fitted`).
+    With `async_op`, a result whose transfers are in flight is an AsyncCollectiveTensor. With `out`, the result is
+    written there and `out` is returned; async_op must be False. Without `out`, a local tensor whose shape is not the
+    layout's is cut or padded (`_cut_or_padded`).
     """
     if layout_stats.on:
         return layout_stats.measure(executable, lambda: _run_watched(executable, local, async_op, out))
@@ -334,7 +349,7 @@ def run(
 def _run_watched(
     executable: _runtime.Executable, local: torch.Tensor, async_op: bool, out: torch.Tensor | None
 ) -> torch.Tensor:
-    """Runs an executable in the debug mode, if it is on, and shows it to dispatch modes."""
+    """Does the work of `run`, and shows it to dispatch modes. If the debug mode is on, compares ranks first."""
     if checking.is_on():
         checking.compare(executable, local, async_op, out)
     counters.counts.calls += 1
@@ -346,7 +361,7 @@ def _run_watched(
 def start_into(executable: _runtime.Executable, local: torch.Tensor, out: torch.Tensor) -> dist.Work | None:
     """Like `run` with `out`, but returns while transfers are in flight.
 
-    Returns the work to wait for, or None if all is done. The caller must not touch either tensor before that.
+    Returns the work to wait for, or None if the result is complete. Until then, the caller must not use either tensor.
     """
     if layout_stats.on:
         return layout_stats.measure(executable, lambda: _start_watched(executable, local, out))
@@ -354,7 +369,7 @@ def start_into(executable: _runtime.Executable, local: torch.Tensor, out: torch.
 
 
 def _start_watched(executable: _runtime.Executable, local: torch.Tensor, out: torch.Tensor) -> dist.Work | None:
-    """Does the work of `start_into` in the debug mode, if it is on, and shows it to dispatch modes."""
+    """Does the work of `start_into`, and shows it to dispatch modes. If the debug mode is on, compares ranks first."""
     if checking.is_on():
         checking.compare(executable, local, True, out)
     counters.counts.calls += 1
@@ -370,8 +385,8 @@ def _start_watched(executable: _runtime.Executable, local: torch.Tensor, out: to
     return executable.start_into(local, out)
 
 
-def run_again(executable: _runtime.Executable, local: torch.Tensor, async_op: bool) -> torch.Tensor:
-    """Like `run`, for an executable that the caller has cached."""
+def run_cached(executable: _runtime.Executable, local: torch.Tensor, async_op: bool) -> torch.Tensor:
+    """Like `run`, for an executable from the caller's cache. Counts a cache hit. Faster if no mode or counter is on."""
     counts = counters.counts
     counts.cache_hits += 1
     if async_op or layout_stats.on or checking.is_on() or watching.num_modes():
@@ -379,22 +394,22 @@ def run_again(executable: _runtime.Executable, local: torch.Tensor, async_op: bo
     counts.calls += 1
     try:
         return executable.run(local)
-    except ValueError:  # see _run
+    except ValueError:  # the tensor may have another shape than the layout, which `_run` handles
         return _run(executable, local, async_op)
 
 
 def _run(
     executable: _runtime.Executable, local: torch.Tensor, async_op: bool, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Runs an executable without the debug mode, and without showing it to dispatch modes."""
+    """Does the work of `run` itself: fits the local tensor to the layout if needed, without debug or dispatch modes."""
     if out is not None:
         executable.run_into(local, out)
         return out
     try:
         return _start(executable, local) if async_op else executable.run(local)
-    except ValueError:  # raised before anything was sent
-        squeezed = checking.differs_in_ones(local, executable.input_shape)
-        fitted = local.reshape(executable.input_shape) if squeezed else _fitted(executable, local)
+    except ValueError:  # the executable raises it before it sends anything
+        squeezed = checking.differs_in_unit_dims_only(local, executable.input_shape)
+        fitted = local.reshape(executable.input_shape) if squeezed else _cut_or_padded(executable, local)
         if fitted is None:
             raise
         if executable.is_identity:
@@ -414,8 +429,8 @@ def _start(executable: _runtime.Executable, local: torch.Tensor) -> torch.Tensor
     return AsyncCollectiveTensor(output)
 
 
-def _fitted(executable: _runtime.Executable, local: torch.Tensor) -> torch.Tensor | None:
-    """Cuts a local tensor, or pads it with zeros, to the shape of its layout on this rank. Returns None if it fits.
+def _cut_or_padded(executable: _runtime.Executable, local: torch.Tensor) -> torch.Tensor | None:
+    """Returns a local tensor cut, or padded with zeros, to the shape of its layout on this rank; None if it fits.
 
     A DTensor's part may have another shape than its spec, perhaps on some ranks only; PyTorch makes such tensors itself
     in the backward of a maximum over all elements. A rank that raised would leave the others waiting, because no rank
@@ -435,8 +450,8 @@ def _fitted(executable: _runtime.Executable, local: torch.Tensor) -> torch.Tenso
 
 
 @torch._disable_dynamo  # Dynamo treats process groups as objects without methods
-def lowering_on(mesh: _planner.Mesh, device_type: str, group: dist.ProcessGroup | None) -> _planner.Lowering:
-    """Returns the lowering of a group. Raises ValueError if the mesh has ranks that are not in the group."""
+def lowering_for_mesh(mesh: _planner.Mesh, device_type: str, group: dist.ProcessGroup | None) -> _planner.Lowering:
+    """Returns `lowering` of a group. Raises ValueError if the mesh has ranks that are not in the group."""
     groups.check_initialized()
     world_size = dist.get_world_size(group)
     last_rank = max(mesh.ranks)
@@ -458,7 +473,7 @@ def lowering(device_type: str, group: dist.ProcessGroup | None) -> _planner.Lowe
 
 
 def wire(device_type: str, group: dist.ProcessGroup | None) -> str:
-    """Returns the device type from which the group sends tensors of `device_type`: the same, or ``"cpu"``."""
+    """Returns the device type from whose memory the group sends tensors of `device_type`: the same, or ``"cpu"``."""
     return device_type if lowering(device_type, group).is_on_device else "cpu"
 
 
@@ -468,9 +483,9 @@ def communicates_on(device_type: str, group: dist.ProcessGroup | None) -> bool:
 
 
 def _backend_name(device_type: str, group: dist.ProcessGroup | None) -> str | None:
-    """Returns the name of the group's backend for this type of device, or None for a group without a backend object.
+    """Returns the name of the group's backend for this type of device, or None if it has no backend object.
 
-    Ranks of a group without one may be threads, which share this module's caches.
+    The ranks of a group without a backend object may be threads of one process, which share this module's caches.
     """
     groups.check_initialized()
     carrier = group if group is not None else dist.group.WORLD

@@ -1,17 +1,24 @@
-"""Names of the process groups that are made here: the same on all members, different for other owners.
+"""Names of the process groups that shardwright makes: equal on all members, and different for different owners.
 
-PyTorch's names include the number of groups that the rank has made (2.15) or holds (2.11). Members whose numbers
-differ, or threads that make groups at once, would wait for each other under different names, forever.
+PyTorch's names include the number of groups that the rank has made (torch 2.15) or holds (2.11). Members with different
+numbers, or threads that make groups at the same time, would wait for each other under different names, forever.
 
-A rank has only its own groups of a mesh. So a name is made from the groups of one member, whose coordinates are 0 in
-all dims in which the members differ. The others find these groups in the store, one dim at a time: rank (1, 1) of a
-2 x 2 mesh shares a group with rank (0, 1), which shares one with rank (0, 0).
+The name of a new group is a digest of names of existing groups of its mesh. A rank knows only the groups that it is in.
+So all members use the groups of the first member, whose coordinates are 0 in all dims in which the members differ. They
+look them up in the store, one dim at a time.
 
-Two meshes may share their groups along one dim: one that joins the weights' dim of one mesh and the tensor-parallel dim
-of another. Rank (0, 0) then shares one group with rank (0, 1) for both meshes, and has a group along the other dim for
-each. Each rank lists its groups along the other dim in the order in which it first used the meshes. The ranks of a
-group use it in one order, so they use the meshes that share it in one order, and equal places in their lists mean the
-same mesh.
+Example: rank 3 = (1, 1) of a 2 x 2 mesh with ranks [[0, 1], [2, 3]] makes a group of all four. Its groups are a1 of
+ranks 1, 3 along dim 0, and b1 of ranks 2, 3 along dim 1. Ranks 0 and 1 have the groups a0 of 0, 2 and b0 of 0, 1.
+
+    1. Along dim 0, the first rank of a1 is rank 1. The store says that the members of a1 have along dim 1: rank 3 b1,
+       and rank 1 b0. The names are now (a1, b0), those of rank 1.
+    2. Along dim 1, the first rank of b0 is rank 0. The store says that the members of b0 have along dim 0: rank 1 a1,
+       and rank 0 a0. The names are now (a0, b0), those of rank 0.
+
+Two meshes may share a group. Let a second mesh have the groups a0, a1 along dim 0, but c0, c1 along dim 1. The store
+then has a list for each rank: b1, c1 for rank 3, and b0, c0 for rank 1. A list is in the order in which the rank first
+used the meshes. All members of a1 use it in the same order, and so also the meshes that share it. Hence equal indices
+in the two lists belong to the same mesh: c1 has index 1, so its counterpart is c0.
 """
 
 from __future__ import annotations
@@ -29,52 +36,67 @@ from torch.distributed import distributed_c10d
 
 from .._native import _planner
 
-DESCRIPTION = "shardwright"  # of all groups made here
+DESCRIPTION = "shardwright"  # the description (group_desc) of all groups that shardwright makes
 _POLL_SECONDS = 0.002  # interval between two reads of the store
 
-_COUNTS_GROUPS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14)  # see `leave_ours_out_of_names`
+# True if PyTorch's names of groups contain the number of groups that the rank holds (`exclude_own_groups_from_names`).
+_NAMES_COUNT_GROUPS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14)
 
-_announced: set[tuple[str, ...]] = set()  # names of meshes that other ranks can look up
-_lists: dict[str, list[str]] = {}  # by store key: groups of this rank, in the order of their first use
-_announcing = threading.Lock()
+# The meshes that are in the store, each as the names of this rank's groups along its dims.
+_announced_meshes: set[tuple[str, ...]] = set()
+_published_names: dict[str, list[str]] = {}  # this rank's lists in the store, by store key
+_lock = threading.Lock()
 
 
-def forget() -> None:
-    """Forgets all announcements, which belong to a default group that is gone."""
-    _announced.clear()
-    _lists.clear()
+def clear() -> None:
+    """Clears the record of announcements, after the default group with their store is gone."""
+    _announced_meshes.clear()
+    _published_names.clear()
 
 
 def announce(names: tuple[str, ...], grid: _planner.Mesh) -> None:
-    """Writes the names of this rank's groups along the dims of a mesh into the store, for `of_first` on other ranks."""
-    if names in _announced:
+    """Writes the names of this rank's groups along the dims of a mesh into the store.
+
+    `first_member_names` reads them on other ranks.
+    """
+    if names in _announced_meshes:
         return
     rank, store = dist.get_rank(), distributed_c10d._get_default_store()
-    with _announcing:
-        _announced.add(names)
+    with _lock:
+        _announced_meshes.add(names)
         for dim, other in itertools.permutations([d for d in range(grid.ndim) if grid.shape[d] > 1], 2):
-            key = _key(names[dim], grid, rank, other)
-            listed = _lists.setdefault(key, [])
+            key = _store_key(names[dim], grid, rank, other)
+            listed = _published_names.setdefault(key, [])
             if names[other] not in listed:
                 listed.append(names[other])
                 store.set(key, "\n".join(listed))
 
 
-def new_name(names: Sequence[str], ranks: Sequence[int], times: int) -> str:
+def new_name(names: Sequence[str], ranks: Sequence[int], attempts: int) -> str:
     """Returns the name of a new group of these ranks.
 
     Args:
-        names: the owner's groups (`of_first`).
-        ranks: the members.
-        times: how often this group was made, this time included. A group that is made again after it was destroyed
-            needs a new name, because the store still has the addresses of the first one.
+        names: names of the owner's groups (`first_member_names`).
+        ranks: the members' global ranks, ascending.
+        attempts: the number of attempts to make this group, including this one. A group that is made again needs a new
+            name, because the store still has the addresses of its predecessor.
     """
-    return _digest(f"shardwright {' '.join(names)} {'_'.join(map(str, ranks))} {times}")
+    return _digest(f"shardwright {' '.join(names)} {'_'.join(map(str, ranks))} {attempts}")
 
 
-def of_first(grid: _planner.Mesh, dims: Sequence[int], names: Sequence[str], timeout: timedelta) -> list[str]:
-    """Returns the names of the groups along `dims` of the rank with coordinate 0 in them. `names` are this rank's."""
-    rank = dist.get_rank()
+def first_member_names(grid: _planner.Mesh, dims: Sequence[int], names: Sequence[str], timeout: timedelta) -> list[str]:
+    """Returns the names of the first member's groups along `dims`. The module docstring has an example.
+
+    Args:
+        grid: the ranks of the mesh.
+        dims: the mesh dims in which the members of the new group differ. The first member has coordinate 0 in them.
+        names: the names of this rank's groups along `dims`.
+        timeout: the time to wait for a rank that has not yet announced its groups.
+
+    Raises:
+        RuntimeError: a rank has not announced its groups within the timeout.
+    """
+    rank = dist.get_rank()  # the rank whose groups `found` names
     found = list(names)
     for i, dim in enumerate(dims):
         own = grid.coordinate(rank)
@@ -82,49 +104,65 @@ def of_first(grid: _planner.Mesh, dims: Sequence[int], names: Sequence[str], tim
         first = next(member for member in grid.group_ranks(rank, [dim]) if (grid.coordinate(member) or own)[dim] == 0)
         if first == rank:
             continue
-        shared = found[i]
-        for at, other in enumerate(dims):
+        shared = found[i]  # the group of both `rank` and `first`
+        for j, other in enumerate(dims):
             if other != dim:
-                place = _read(_key(shared, grid, rank, other), rank, 1, timeout).index(found[at])
-                found[at] = _read(_key(shared, grid, first, other), first, place + 1, timeout)[place]
+                index = _wait_for_list(_store_key(shared, grid, rank, other), rank, 1, timeout).index(found[j])
+                found[j] = _wait_for_list(_store_key(shared, grid, first, other), first, index + 1, timeout)[index]
         rank = first
     return found
 
 
-def leave_ours_out_of_names() -> None:
-    """Makes the names of PyTorch's groups independent of the groups made here, on torch before 2.14.
+def exclude_own_groups_from_names() -> None:
+    """Makes the names of PyTorch's groups independent of shardwright's groups, on torch before 2.14.
 
     There the names of `new_group(use_local_synchronization=True)` and `split_group` contain the number of groups that
-    the rank holds. Only members hold the groups made here, so ranks of a later group could have different numbers, and
-    would wait for each other under different names, forever.
+    the rank holds. Only members hold shardwright's groups. So the members of a later group could have different
+    numbers, and would wait for each other under different names, forever.
     """
-    if _COUNTS_GROUPS:
-        distributed_c10d._hash_ranks_to_str = _hash_without_ours
+    if _NAMES_COUNT_GROUPS:
+        distributed_c10d._hash_ranks_to_str = _hash_without_own_groups
 
 
-def _hash_without_ours(ranks: Sequence[int]) -> str:
-    """PyTorch's function, which counts the groups, without those made here."""
+def _hash_without_own_groups(ranks: Sequence[int]) -> str:
+    """Replaces PyTorch's `_hash_ranks_to_str`, which counts all groups. Does not count shardwright's."""
     count = sum(group.group_desc != DESCRIPTION for group in list(distributed_c10d._world.pg_names))
     return _digest("_".join(map(str, [*ranks, count])))
 
 
-def _key(name: str, grid: _planner.Mesh, rank: int, dim: int) -> str:
-    """Returns the store key of a rank's groups along `dim` in all meshes in which `name` is its group along another."""
+def _store_key(name: str, grid: _planner.Mesh, rank: int, dim: int) -> str:
+    """Returns the store key for a list of a rank's groups.
+
+    The list has the group along `dim` for each mesh that has the group `name` along another dim.
+    """
     return f"shardwright/groups/{name}/{rank}/{_digest(str(grid.group_ranks(rank, [dim])))}"
 
 
 def _digest(text: str) -> str:
+    """Returns the SHA-1 digest of a text in hexadecimal."""
     return hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
 
 
-def _read(key: str, rank: int, count: int, timeout: timedelta) -> list[str]:
-    """Returns a rank's list once it has `count` names. Polls, because a client that waits blocks other threads."""
+def _wait_for_list(key: str, rank: int, count: int, timeout: timedelta) -> list[str]:
+    """Waits until the list at a store key has at least `count` names, and returns it.
+
+    Polls, because a store client that waits blocks all threads that use it.
+
+    Args:
+        key: the store key (`_store_key`).
+        rank: the rank that writes the list, for the error.
+        count: the number of names, at least 1.
+        timeout: the time to wait.
+
+    Raises:
+        RuntimeError: the list has fewer names after the timeout.
+    """
     store = distributed_c10d._get_default_store()
     end = time.monotonic() + timeout.total_seconds()
     while True:
-        listed = bytes(store.get(key)).decode().split("\n") if store.check([key]) else []
-        if len(listed) >= count:
-            return listed
+        names = bytes(store.get(key)).decode().split("\n") if store.check([key]) else []
+        if len(names) >= count:
+            return names
         if time.monotonic() > end:
             raise RuntimeError(
                 f"group: rank {dist.get_rank()} waited {timeout.total_seconds():g} s for rank {rank} to redistribute "

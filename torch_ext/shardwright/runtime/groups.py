@@ -38,7 +38,7 @@ class WeakGroup:
 
     __slots__ = ("_reference", "alive")
 
-    # Returns the group, or None for the default group and for a destroyed group.
+    # Returns the group, or None if it is the default group or was destroyed.
     alive: Callable[[], dist.ProcessGroup | None]
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -65,7 +65,7 @@ class WeakGroup:
 
 DEFAULT = WeakGroup(None)
 
-DRY_RUN_BACKEND = "fake"  # torch's name for it; it sends nothing
+DRY_RUN_BACKEND = "fake"  # torch's backend for dry runs, which sends nothing
 
 
 class Owner(NamedTuple):
@@ -79,49 +79,50 @@ class Owner(NamedTuple):
 _DEFAULT_OWNER = Owner()
 
 # The key of a group made here: names of the owner's groups along the mesh dims in which its ranks differ, and ranks.
-_Members = tuple[tuple[str, ...], tuple[int, ...]]
+_GroupKey = tuple[tuple[str, ...], tuple[int, ...]]
 
-_made: dict[_Members, WeakGroup] = {}
-_times_made: dict[_Members, int] = {}  # failed attempts count, so that all members agree
-_locks: dict[_Members, threading.Lock] = {}  # one thread makes a group, others wait for it
-_watched: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # groups to which something cached was bound
-noted_world = DEFAULT  # the default group to which caches belong
-_noting = threading.Lock()
+_made: dict[_GroupKey, WeakGroup] = {}  # the groups made here
+_num_attempts: dict[_GroupKey, int] = {}  # attempts to make a group; failed ones count, so that all members agree
+_locks: dict[_GroupKey, threading.Lock] = {}  # held by the thread that makes the group
+_watched: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # groups whose end calls `group_gone_hooks`
+cached_default_group = DEFAULT  # the default group for which caches hold values
+_default_group_lock = threading.Lock()  # guards changes of `cached_default_group`
 
 # Functions called when a default process group is gone, and again before anything is cached for the next one. Values
 # cached for a default group may hold meshes, which hold process groups.
-when_gone: list[Callable[[], None]] = []
+default_group_gone_hooks: list[Callable[[], None]] = []
 
-# Functions called when any process group is gone to which a cached value was bound. They may only drop values that a
-# rank can make again without the others, because ranks release a group at different times.
-when_any_gone: list[Callable[[], None]] = []
+# Functions called when a process group is gone to which a cached value was bound. They may only drop values that a rank
+# can make again without the others, because ranks release a group at different times.
+group_gone_hooks: list[Callable[[], None]] = []
 
 
-def _call(functions: list[Callable[[], None]]) -> None:
+def _call_all(functions: list[Callable[[], None]]) -> None:
     for function in functions:
         function()
 
 
 def note_world() -> None:
-    """Drops everything that belongs to an earlier default group if there is another one now, or none."""
-    global noted_world
-    with _noting:
-        if (world := dist.group.WORLD) is noted_world.alive():
+    """Drops all values cached for an earlier default group, if the default group has changed or is gone."""
+    global cached_default_group
+    with _default_group_lock:
+        if (world := dist.group.WORLD) is cached_default_group.alive():
             return
-        for table in (_made, _times_made, _locks):
+        for table in (_made, _num_attempts, _locks):
             table.clear()
-        group_names.forget()
-        _call(when_gone)
-        noted_world = weakly(world)
-        if world is not None:  # ranks release it at different times; values cached for the next one stay
-            weakref.finalize(world, lambda: _call(when_gone if dist.group.WORLD is None else []))
+        group_names.clear()
+        _call_all(default_group_gone_hooks)
+        cached_default_group = weakly(world)
+        if world is not None:
+            # Ranks release a default group at different times. If there is a new one by then, its values stay.
+            weakref.finalize(world, lambda: _call_all(default_group_gone_hooks if dist.group.WORLD is None else []))
 
 
 def _watch(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Makes caches drop values bound to the group once it is gone, because its name may be used again."""
+    """Returns the group. Its end will call `group_gone_hooks`, because a new group may get its name."""
     if group not in _watched:
         _watched.add(group)
-        weakref.finalize(group, _call, when_any_gone)
+        weakref.finalize(group, _call_all, group_gone_hooks)
     return group
 
 
@@ -131,7 +132,7 @@ def weakly(group: dist.ProcessGroup | None) -> WeakGroup:
 
 
 def check_initialized() -> None:
-    """Raises RuntimeError if there is no default process group. Drops everything that belongs to an earlier one."""
+    """Raises RuntimeError if there is no default process group. Drops all values cached for an earlier one."""
     if not dist.is_available() or not dist.is_initialized():
         text = "group: torch.distributed is not initialized; call torch.distributed.init_process_group first"
         raise RuntimeError(text)
@@ -139,7 +140,7 @@ def check_initialized() -> None:
 
 
 def moves_nothing(group: dist.ProcessGroup | None) -> bool:
-    """Returns True if the group's backend is the one of dry runs, which sends nothing."""
+    """Returns True if the group has the backend for dry runs, which sends nothing."""
     return dist.get_backend(group) == DRY_RUN_BACKEND
 
 
@@ -151,26 +152,28 @@ def key_of_mesh(mesh: Any) -> str:
     try:
         key: str = mesh._shardwright_key
     except AttributeError:
-        key = "\n".join(_own_names(mesh))
+        key = "\n".join(_dim_group_names(mesh))
         with contextlib.suppress(AttributeError):  # a compiler's stand-in for a mesh takes no attributes
             mesh._shardwright_key = key
     return key
 
 
-def _own_names(mesh: Any) -> tuple[str, ...]:
-    return tuple(getattr(mesh, "_dim_group_names", ()))  # absent without groups, and on ranks outside of the mesh
+def _dim_group_names(mesh: Any) -> tuple[str, ...]:
+    """Returns the name of the process group along each dim of a DeviceMesh; () if it has no groups on this rank."""
+    return tuple(getattr(mesh, "_dim_group_names", ()))
 
 
 def flattened_names(mesh: Any) -> tuple[str, ...]:
+    """Returns the names of the process groups of all meshes that were flattened from the root of a DeviceMesh."""
     flattened = list(mesh._get_root_mesh()._flatten_mapping.values())
-    return tuple(name for submesh in flattened for name in _own_names(submesh)[:1])
+    return tuple(name for submesh in flattened for name in _dim_group_names(submesh)[:1])
 
 
 def owner_of(device_mesh: Any | None, group: dist.ProcessGroup | None = None) -> Owner:
     """Returns the owner of a redistribute's groups: the mesh if there is one, else the group."""
     if isinstance(device_mesh, Owner):
         return device_mesh
-    if device_mesh is not None and (names := _own_names(device_mesh)):
+    if device_mesh is not None and (names := _dim_group_names(device_mesh)):
         grid = Mesh(device_mesh)
         group_names.announce(names, grid)
         return Owner(names, flattened_names(device_mesh), grid)
@@ -178,14 +181,14 @@ def owner_of(device_mesh: Any | None, group: dist.ProcessGroup | None = None) ->
 
 
 def owner_of_names(names: Sequence[str], grid: _planner.Mesh) -> Owner:
-    """Returns the owner for an operator in a graph, which has the names of the mesh's groups but not the mesh.
+    """Returns the owner of the groups of an operator in a graph, which has their names but not the mesh.
 
-    `names` are the groups along the mesh's dims, then those of flattened meshes; none for the default group. Other
-    names, which callers of an operator may pass, are single groups.
+    `names` are the names of the groups along the mesh's dims, then of the groups of flattened meshes. No names mean the
+    default group. If the first names are not the groups along the dims of `grid`, all are names of single groups.
     """
     if not names:
         return _DEFAULT_OWNER
-    along = [_resolved_ranks(name) for name in names[: grid.ndim]]
+    along = [_ranks_of_name(name) for name in names[: grid.ndim]]
     if along != [tuple(grid.group_ranks(dist.get_rank(), [dim])) for dim in range(grid.ndim)]:
         return Owner(tuple(names))
     owner = Owner(tuple(names[: grid.ndim]), tuple(names[grid.ndim :]), grid)
@@ -193,33 +196,33 @@ def owner_of_names(names: Sequence[str], grid: _planner.Mesh) -> Owner:
     return owner
 
 
-def existing(mesh: _planner.Mesh, device_mesh: Any | None) -> list[tuple[int, ...]]:
-    """Returns the sets of mesh dims for which this rank has a group: of the mesh, of a flattened one, or made here."""
+def dims_with_groups(mesh: _planner.Mesh, device_mesh: Any | None) -> list[tuple[int, ...]]:
+    """Returns the sets of mesh dims over which this rank has a group: of the mesh, of a flattened one, or made here."""
     rank, owner = dist.get_rank(), owner_of(device_mesh)
     return [dims for dims in sets_of_large_dims(mesh) if find(mesh.group_ranks(rank, dims), owner) is not None]
 
 
-def names(mesh: Any | None = None) -> tuple[str, ...]:
+def all_names(mesh: Any | None = None) -> tuple[str, ...]:
     """Returns the names of all process groups of this rank, then those of meshes flattened from the mesh."""
     flattened = () if mesh is None else flattened_names(mesh)
     return (*distributed_c10d._world.pg_names.values(), *flattened)
 
 
 def sets_of_large_dims(mesh: _planner.Mesh) -> list[tuple[int, ...]]:
-    """Returns every set of mesh dims that have more than one rank."""
+    """Returns all nonempty sets of mesh dims, without dims of size 1. Dims are ascending in each set."""
     large = [d for d in range(mesh.ndim) if mesh.shape[d] > 1]
     return [s for n in range(1, len(large) + 1) for s in itertools.combinations(large, n)]
 
 
 def find(ranks: Sequence[int], owner: Owner = _DEFAULT_OWNER) -> dist.ProcessGroup | None:
     """Returns the process group of exactly these ascending global ranks that belongs to the owner, if there is one."""
-    wanted, owner = tuple(ranks), _covering(owner, ranks)
+    members, owner = tuple(ranks), _owner_on_mesh(owner, ranks)
     for group in _groups_of(owner):
-        if tuple(dist.get_process_group_ranks(group)) == wanted:
+        if tuple(dist.get_process_group_ranks(group)) == members:
             return _watch(group)
-    cached = _made.get((_names_along(owner, wanted), wanted))
+    cached = _made.get((_names_along(owner, members), members))
     group = None if cached is None else cached.alive()
-    return group if group in distributed_c10d._world.pg_group_ranks else None  # if not, it was destroyed
+    return group if group in distributed_c10d._world.pg_group_ranks else None  # destroyed groups are not in this table
 
 
 def find_or_make(ranks: Sequence[int], owner: Owner = _DEFAULT_OWNER, may_make: bool = True) -> dist.ProcessGroup:
@@ -230,29 +233,31 @@ def find_or_make(ranks: Sequence[int], owner: Owner = _DEFAULT_OWNER, may_make: 
     if (found := find(ranks, owner)) is not None:
         return found
     note_world()
-    wanted, owner = tuple(ranks), _covering(owner, ranks)
-    check_may_make(wanted, may_make)
-    key = _names_along(owner, wanted), wanted
+    members, owner = tuple(ranks), _owner_on_mesh(owner, ranks)
+    check_may_make(members, may_make)
+    key = _names_along(owner, members), members
     with _locks.setdefault(key, threading.Lock()):
         if (found := find(ranks, owner)) is None:
-            times = _times_made[key] = _times_made.get(key, 0) + 1
-            found = _watch(_make(wanted, group_names.new_name(_names_of_first(owner, wanted), wanted, times)))
+            attempts = _num_attempts[key] = _num_attempts.get(key, 0) + 1
+            name = group_names.new_name(_names_of_first_member(owner, members), members, attempts)
+            found = _watch(_make(members, name))
             _made[key] = weakly(found)
     return found
 
 
-def _covering(owner: Owner, ranks: Sequence[int]) -> Owner:
-    """Returns the owner if the ranks are on its mesh, else the default owner: a crossing may span two meshes."""
-    covers = owner.grid is None or set(ranks) <= set(owner.grid.ranks)
-    return owner if covers else _DEFAULT_OWNER
+def _owner_on_mesh(owner: Owner, ranks: Sequence[int]) -> Owner:
+    """Returns the owner if all ranks are on its mesh, else the default owner: a crossing has ranks of two meshes."""
+    are_on_mesh = owner.grid is None or set(ranks) <= set(owner.grid.ranks)
+    return owner if are_on_mesh else _DEFAULT_OWNER
 
 
-def _resolved_ranks(name: str) -> tuple[int, ...]:
+def _ranks_of_name(name: str) -> tuple[int, ...]:
+    """Returns the global ranks of the process group with this name."""
     return tuple(dist.get_process_group_ranks(distributed_c10d._resolve_process_group(name)))
 
 
 def _groups_of(owner: Owner) -> Iterator[dist.ProcessGroup]:
-    """Yields the groups of an owner that still exist: along mesh dims, then of flattened meshes."""
+    """Yields the owner's groups along mesh dims, then those of flattened meshes, without destroyed groups."""
     if not owner.names:
         assert dist.group.WORLD is not None
         yield dist.group.WORLD
@@ -265,25 +270,25 @@ def _groups_of(owner: Owner) -> Iterator[dist.ProcessGroup]:
             yield group
 
 
-def _dims_between(grid: _planner.Mesh, ranks: Sequence[int]) -> list[int]:
+def _differing_dims(grid: _planner.Mesh, ranks: Sequence[int]) -> list[int]:
     """Returns the mesh dims in which the ranks differ."""
     coordinates = [coordinate for rank in ranks if (coordinate := grid.coordinate(rank)) is not None]
     return [dim for dim in range(grid.ndim) if len({coordinate[dim] for coordinate in coordinates}) > 1]
 
 
 def _names_along(owner: Owner, ranks: Sequence[int]) -> tuple[str, ...]:
-    """Returns the owner's names along the mesh dims in which ranks differ; all names without a mesh."""
+    """Returns the names of the owner's groups along the mesh dims in which the ranks differ; without a mesh, all."""
     if owner.grid is None:
         return owner.names
-    return tuple(owner.names[dim] for dim in _dims_between(owner.grid, ranks))
+    return tuple(owner.names[dim] for dim in _differing_dims(owner.grid, ranks))
 
 
-def _names_of_first(owner: Owner, ranks: tuple[int, ...]) -> Sequence[str]:
-    """Returns the owner's names along the dims in which the ranks differ, of the same rank on all members."""
+def _names_of_first_member(owner: Owner, ranks: tuple[int, ...]) -> Sequence[str]:
+    """Returns `_names_along` of the member that `first_member_names` chooses: the same names on all members."""
     names = _names_along(owner, ranks)
-    if owner.grid is None or len(names) < 2 or moves_nothing(None):  # in a dry run there are no other ranks
+    if owner.grid is None or len(names) < 2 or moves_nothing(None):  # a dry run has no other ranks
         return names
-    return group_names.of_first(owner.grid, _dims_between(owner.grid, ranks), names, default_timeout())
+    return group_names.first_member_names(owner.grid, _differing_dims(owner.grid, ranks), names, default_timeout())
 
 
 def _is_capturing() -> bool:
@@ -294,10 +299,10 @@ def _is_capturing() -> bool:
     return _runtime.is_capturing(str(accelerator))
 
 
-# A function that finds or makes the group of some ranks of a group that joins several jobs (connecting.py), which
-# new_group cannot do. Its arguments are the ranks, ascending, and True if a group may be made.
+# A function that finds or makes a process group for some ranks of a group that joins several jobs (connecting.py).
+# PyTorch's new_group cannot make it. Arguments: the ranks, ascending; True if a group may be made.
 Maker = Callable[[tuple[int, ...], bool], dist.ProcessGroup]
-makers: weakref.WeakKeyDictionary[dist.ProcessGroup, Maker] = weakref.WeakKeyDictionary()
+makers: weakref.WeakKeyDictionary[dist.ProcessGroup, Maker] = weakref.WeakKeyDictionary()  # by the group of all jobs
 
 
 def joins_jobs(group: dist.ProcessGroup | None) -> bool:
@@ -313,7 +318,7 @@ def ranks_in_meshes(group: dist.ProcessGroup | None) -> list[int]:
 
 
 def rank_in_meshes(group: dist.ProcessGroup | None) -> int:
-    """Returns this process's rank as meshes name it."""
+    """Returns this process's rank as meshes name it: its global rank, or its rank in a group that joins jobs."""
     return dist.get_rank(group) if joins_jobs(group) else dist.get_rank()
 
 
@@ -335,12 +340,20 @@ def check_may_make(ranks: tuple[int, ...], may_make: bool) -> None:
 def make_over_store(
     name: str, store: dist.Store, rank: int, size: int, timeout: timedelta, ranks: Sequence[int] = (), backend: str = ""
 ) -> dist.ProcessGroup:
-    """Returns a new process group of processes that reach the store. Its backend is by default the default group's.
+    """Returns a new process group of `size` processes that reach the store. Collective among them.
 
-    Collective among its members. The caller adds it to PyTorch's table of ranks. `ranks` is empty for a group of
-    several jobs, as for a default group, because processes of other jobs have no ranks in this one.
+    The caller adds the group to PyTorch's table of ranks.
+
+    Args:
+        name: the name of the group, the same on all members.
+        store: the store through which the members connect.
+        rank: this process's rank in the group.
+        size: the number of members.
+        timeout: the timeout of the group.
+        ranks: the members' global ranks; empty for a group of several jobs, whose processes have no common ones.
+        backend: the backend; "" means that of the default group.
     """
-    with _not_split_from_the_default_group() as device:
+    with _with_new_communicators() as device:
         group, _ = distributed_c10d._new_process_group_helper(
             size,
             rank,
@@ -358,54 +371,55 @@ def make_over_store(
 
 
 def client_of(store: dist.Store) -> dist.Store:
-    """Returns a client of the store for one caller. Other threads cannot use a client that waits for other ranks."""
+    """Returns a new client of the store. A client that waits for other ranks blocks all threads that use it."""
     with contextlib.suppress(NotImplementedError, RuntimeError):  # stores written in Python may lack it
         return store.clone()
     return store
 
 
 def _make(ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
-    # Two threads that make groups in different orders on two ranks would wait forever with one client.
+    """Returns a new process group of these global ranks. Collective among them."""
+    # With one client for all threads, two threads that make groups in different orders on two ranks would deadlock.
     store = client_of(distributed_c10d._get_default_store())
-    timeout = default_timeout()
-    group_names.leave_ours_out_of_names()
-    group = make_over_store(name, store, ranks.index(dist.get_rank()), len(ranks), timeout, ranks)
+    group_names.exclude_own_groups_from_names()
+    group = make_over_store(name, store, ranks.index(dist.get_rank()), len(ranks), default_timeout(), ranks)
     distributed_c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
     return group
 
 
-_unbinding = threading.Lock()
-_unbound: list[torch.device | None] = []  # the default group's device, once per thread that is making a group
+_binding_lock = threading.Lock()  # guards `_bound_devices` and the device of the default group
+_bound_devices: list[torch.device | None] = []  # the default group's device, once per thread in the block below
 
 
 @contextlib.contextmanager
-def _not_split_from_the_default_group() -> Iterator[torch.device | None]:
-    """Gives groups made inside the block new communicators. Yields the device that the default group is bound to.
+def _with_new_communicators() -> Iterator[torch.device | None]:
+    """Makes PyTorch give groups made inside the block new communicators. Yields the default group's bound device.
 
-    If the default group is bound to a device, PyTorch would split its communicator (NCCL's default group always is from
-    torch 2.15 on, before that with `device_id=`). All ranks of the default group would have to take part in the split,
-    even with `use_local_synchronization`, so the members alone would wait forever. Several threads may be inside.
+    If the default group is bound to a device, PyTorch makes a group by splitting its communicator. NCCL's default group
+    is always bound from torch 2.15 on, and before that if `device_id` was given. All ranks of the default group must
+    take part in a split, even with `use_local_synchronization`, so the members alone would wait forever. Hence the
+    default group is unbound inside the block. Several threads may be inside at once.
     """
     world = dist.group.WORLD
     assert world is not None
-    with _unbinding:
-        device = _unbound[0] if _unbound else world.bound_device_id
-        _unbound.append(device)
+    with _binding_lock:
+        device = _bound_devices[0] if _bound_devices else world.bound_device_id
+        _bound_devices.append(device)
         world.bound_device_id = None
     try:
         yield device
     finally:
-        with _unbinding:
-            _unbound.pop()
-            if not _unbound:
+        with _binding_lock:
+            _bound_devices.pop()
+            if not _bound_devices:
                 world.bound_device_id = device
 
 
 def _options() -> Any | None:
-    """Returns the options for groups made here: those of the default NCCL group, but with high-priority streams.
+    """Returns the backend options for groups made here: the default NCCL group's, but with high-priority streams.
 
-    Messages run on the group's own stream. At normal priority they would wait for the blocks of a product with which
-    they should overlap. Returns None if the default group is not NCCL's.
+    Messages run on the group's own stream. At normal priority they would wait for the thread blocks of a product with
+    which they should overlap. Returns None if the default group is not NCCL's.
     """
     nccl = getattr(dist, "ProcessGroupNCCL", None)
     found = None
@@ -428,6 +442,7 @@ def _options() -> Any | None:
 
 
 def _default_backends() -> Iterator[Any]:
+    """Yields the default group's backend for each of its device types."""
     world = dist.group.WORLD
     assert world is not None
     for device in world._device_types:
@@ -435,7 +450,7 @@ def _default_backends() -> Iterator[Any]:
 
 
 def default_timeout() -> timedelta:
-    """Returns the timeout given to init_process_group, which new_group would not use, or PyTorch's 30 minutes."""
+    """Returns the default group's timeout, which new_group would not use; 30 minutes (PyTorch's default) if unknown."""
     for backend in _default_backends():
         timeout = getattr(getattr(backend, "options", None), "_timeout", None)
         if isinstance(timeout, timedelta):

@@ -11,11 +11,11 @@ from .._native import _runtime
 
 T = TypeVar("T")
 
-on = False  # set by `record_layouts`; every call reads it
+on = False  # True while `record_layouts` is on
 
 
 class _Row:
-    """The counts of one pair of layouts."""
+    """The counts of one pair of layouts: calls, received bytes, total and longest time of a call in seconds."""
 
     __slots__ = ("bytes", "calls", "seconds", "slowest")
 
@@ -25,7 +25,7 @@ class _Row:
 
 
 _rows: dict[str, _Row] = {}
-# The key in `_rows` of each executable that has run. Executables may be dropped from caches and made again.
+# The key in `_rows` of each executable that has run. Several executables may have the same key.
 _keys: weakref.WeakKeyDictionary[_runtime.Executable, str] = weakref.WeakKeyDictionary()
 
 
@@ -59,7 +59,7 @@ def measure(executable: _runtime.Executable, call: Callable[[], T]) -> T:
 
 
 def by_layout() -> dict[str, dict[str, Any]]:
-    """Returns the rows, those with the longest total time first. Raises RuntimeError if nothing was ever recorded."""
+    """Returns the rows as dicts, the longest total time first. Raises RuntimeError if nothing was recorded."""
     if not on and not _rows:
         raise RuntimeError('stats(by="layout"): nothing is recorded; call sw.debug.record_layouts() first')
     rows = sorted(_rows.items(), key=lambda item: -item[1].seconds)

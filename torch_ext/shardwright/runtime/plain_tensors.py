@@ -57,18 +57,18 @@ def redistribute_local(
             group.
     """
     if local is None or out is not None:
-        return _redistribute_uncached(local, src, dst, out, group, device_mesh, async_op)
+        return _redistribute_unusual(local, src, dst, out, group, device_mesh, async_op)
     key: Any = None
     try:
         of_mesh = None if device_mesh is None else (device_mesh, groups.key_of_mesh(device_mesh))
         key = (src, dst, None if group is None else groups.weakly(group), of_mesh)
-        known = _known.get(key) if isinstance(src, _planner.Layout) and isinstance(dst, _planner.Layout) else None
+        known = _cached.get(key) if isinstance(src, _planner.Layout) and isinstance(dst, _planner.Layout) else None
     except (AttributeError, TypeError):  # an argument of the wrong type, which the checks below report
         known = None
-    if known is not None and known.answers(local):
-        return executables.run_again(known.executable, local, async_op)
+    if known is not None and known.accepts(local):
+        return executables.run_cached(known.executable, local, async_op)
     given, local = local, waited(local)  # autograd knows only the given tensor
-    argument_checks.check_moved("local", local)
+    argument_checks.check_movable("local", local)
     rank = _checked_rank(src, dst, group, device_mesh)
     if src.mesh.coordinate(rank) is None and dst.mesh.coordinate(rank) is None:
         return given
@@ -79,7 +79,7 @@ def redistribute_local(
         return result
     executable = _executable(local, src, dst, group, device_mesh)
     output = executables.run(executable, local, async_op)
-    _known.put(key, _Known(executable, local))
+    _cached.put(key, _CachedExecutable(executable, local))
     return output
 
 
@@ -91,9 +91,10 @@ def redistribute_part(
     async_op: bool,
     make_groups: bool,
 ) -> torch.Tensor:
-    """Redistributes this rank's part of a DTensor, without gradients. Without `make_groups`, groups must exist.
+    """Redistributes this rank's part of a DTensor, without gradients.
 
-    A part that contradicts its layout is cut or padded (`executables.run`), because an error would be on one rank only.
+    If `make_groups` is False, raises RuntimeError instead of making a missing group. A part whose shape is not the
+    layout's is cut or padded (`executables.run`), because an error might be raised on one rank only.
     """
     local = waited(local)
     rank = dist.get_rank()
@@ -103,7 +104,7 @@ def redistribute_part(
 
 
 def waited(local: Any) -> Any:
-    """Waits for an asynchronous tensor. Returns its plain tensor, without history, and other values unchanged."""
+    """Waits for an AsyncCollectiveTensor and returns its plain tensor, without history. Returns others unchanged."""
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
@@ -116,7 +117,7 @@ def waited_with_history(x: Any) -> Any:
     return x.clone() if is_recorded else waited(x)
 
 
-def _redistribute_uncached(
+def _redistribute_unusual(
     local: torch.Tensor | None,
     src: _planner.Layout,
     dst: _planner.Layout,
@@ -125,7 +126,7 @@ def _redistribute_uncached(
     device_mesh: DeviceMesh | None,
     async_op: bool,
 ) -> torch.Tensor:
-    """Runs `redistribute_local` if `local` is None or `out` is given."""
+    """Does the work of `redistribute_local` if `local` is None or `out` is given. Results are not cached."""
     rank = _checked_rank(src, dst, group, device_mesh)
     if local is None:
         if src.mesh.coordinate(rank) is not None and not checking.is_on():
@@ -134,8 +135,8 @@ def _redistribute_uncached(
         local = torch.empty(0, dtype=getattr(torch, src.dtype), device=device_of(group, device_mesh))
     if out is None:
         return redistribute_local(local, src, dst, group=group, device_mesh=device_mesh, async_op=async_op)
-    argument_checks.check_moved("local", local)
-    argument_checks.check_moved("out", out)
+    argument_checks.check_movable("local", local)
+    argument_checks.check_movable("out", out)
     if async_op or ((local.requires_grad or out.requires_grad) and torch.is_grad_enabled()):
         raise argument_error("out", "None with gradients or async_op=True", "a tensor")
     if src.mesh.coordinate(rank) is None and dst.mesh.coordinate(rank) is None:
@@ -160,10 +161,13 @@ def _checked_rank(
 
 
 def device_of(group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None) -> torch.device:
-    """Returns the device to use on a rank that passes no local tensor."""
+    """Returns the device for a rank that passes no local tensor: the mesh's, else the only one of the group.
+
+    Raises ValueError if the group has two.
+    """
     if device_mesh is not None:
         return torch.device(device_mesh.device_type)
-    first, *others = _devices(group)
+    first, *others = _devices_of(group)
     if others:
         raise ValueError(
             f"local must be an empty tensor on the device that the other ranks use, or device_mesh must be given, "
@@ -177,16 +181,21 @@ def device_among_many(
 ) -> torch.device:
     """Returns the device of this rank's tensors.
 
-    `argument` is the argument device=. `tensor_device` is the device of the tensors that the rank passes, or None if it
-    passes none. Raises ValueError if the two differ, or if the device is ambiguous. The caller must report
-    the error to the other ranks, which may know their devices.
+    Args:
+        argument: the caller's argument `device`, or None.
+        tensor_device: the device of the tensors that the rank passes, or None if it passes none.
+        group: the process group, whose device is used if both are None.
+
+    Raises:
+        ValueError: the two devices differ, or both are None and the group has two. Only this rank may find the error,
+            so the caller must report it to the other ranks.
     """
     device = None if argument is None else argument_checks.device_of("device", argument)
     if device is not None and tensor_device is not None and device.type != tensor_device.type:
         raise argument_error("device", f"{tensor_device.type}, where the tensors are", device)
     if (known := tensor_device or device) is not None:
         return known
-    first, *others = _devices(group)
+    first, *others = _devices_of(group)
     if others:
         raise ValueError(
             f"device must be the device of the other ranks' tensors, got None on rank {dist.get_rank(group)}, which "
@@ -195,8 +204,8 @@ def device_among_many(
     return first
 
 
-def _devices(group: dist.ProcessGroup | None) -> list[torch.device]:
-    """Returns the devices whose tensors the group can move: CPU, accelerator or both."""
+def _devices_of(group: dist.ProcessGroup | None) -> list[torch.device]:
+    """Returns the devices for whose tensors the group has a backend: CPU, the accelerator or both."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     cpu = torch.device("cpu")
     if accelerator is None or not executables.communicates_on(accelerator.type, group):
@@ -213,8 +222,8 @@ def _check_input(local: torch.Tensor, src: _planner.Layout, rank: int) -> None:
         raise argument_error("local", f"of dtype {src.dtype}, as in {src}", local.dtype)
 
 
-class _Known:
-    """An executable that a call has run successfully, and the properties of inputs that may use it again."""
+class _CachedExecutable:
+    """An executable that a call has run successfully, and the properties that another input must have to use it."""
 
     __slots__ = ("device", "dtype", "executable", "shape")
 
@@ -224,7 +233,7 @@ class _Known:
         self.dtype = local.dtype
         self.device = local.device
 
-    def answers(self, local: torch.Tensor) -> bool:
+    def accepts(self, local: torch.Tensor) -> bool:
         """Returns True if the executable may run on this tensor without the checks of `redistribute_local`."""
         return (
             type(local) is torch.Tensor
@@ -238,7 +247,7 @@ class _Known:
         )
 
 
-_known: executables.PlanningCache[_Known] = executables.PlanningCache(is_local=True)
+_cached: executables.PlanningCache[_CachedExecutable] = executables.PlanningCache(is_local=True)
 
 
 def _executable(
@@ -249,7 +258,7 @@ def _executable(
     device_mesh: DeviceMesh | None,
     make_groups: bool = True,
 ) -> _runtime.Executable:
-    """Returns the executable of a redistribute from the cache. Plans and binds it when first used."""
+    """Returns the executable of a redistribute from the cache, or plans and binds it."""
     device_type = local.device.type
 
     def build() -> _runtime.Executable:
@@ -259,7 +268,7 @@ def _executable(
 
     of_mesh = None if device_mesh is None else groups.key_of_mesh(device_mesh)
     # Plans that use only existing groups depend on the list of groups.
-    existing_groups = make_groups or groups.names(device_mesh)
+    existing_groups = make_groups or groups.all_names(device_mesh)
     key = (src, dst, device_type, groups.weakly(group), device_mesh, of_mesh, existing_groups)
     executable = executables.lookup(key, build)
     assert isinstance(executable, _runtime.Executable)

@@ -12,7 +12,7 @@ _log = logging.getLogger("shardwright")
 
 
 def note(plan: _planner.Plan, why: str) -> None:
-    """Logs a plan: layouts, steps, bytes, and the reason `why` it was chosen. Costs nothing at other levels."""
+    """Logs a plan: layouts, steps, bytes, and the reason `why` it was chosen."""
     if not _log.isEnabledFor(logging.DEBUG):
         return
     ends, *moves = str(plan).splitlines()
@@ -49,7 +49,10 @@ def note_product(plan: _planner.ProductPlan) -> None:
 
 
 def why_chosen(plan: _planner.Plan, usable: Sequence[Sequence[int]] | None) -> str:
-    """Returns the reason why the planner chose a plan. `usable` has the groups that it was allowed to use."""
+    """Returns the reason why the planner chose a plan.
+
+    `usable` has the sets of mesh dims whose groups it could use.
+    """
     what = "the least predicted time" if plan.objective == "time" else "the fewest bytes"
     groups = "any groups"
     if usable is not None:
@@ -59,7 +62,7 @@ def why_chosen(plan: _planner.Plan, usable: Sequence[Sequence[int]] | None) -> s
 
 
 def _origin_of_topology(plan: _planner.Plan) -> str:
-    """Returns text about the table that predicted times come from."""
+    """Returns a text about the topology that predicted times come from."""
     if plan.src.mesh.topology is not None or plan.dst.mesh.topology is not None:
         return "topology of the mesh"
     if tables.measured_topology(plan.backend) is not None:

@@ -1,9 +1,9 @@
 """Shows dispatch modes one collective for each step of a plan, under PyTorch's own name for it.
 
-Programs run a step in the fastest way; on Gloo a gather may be messages. Users who count collectives with
-CommDebugMode, or record them with DebugMode, want to see the steps, not the transfers. So a program runs with all modes
+The transfers of a program are not its plan's steps; on Gloo, for example, a gather may be messages. Users who count
+collectives with CommDebugMode, or record them with DebugMode, want to see the steps. So a program runs with all modes
 disabled except `sw.debug.wire_meter`, which counts the bytes that are really sent. Then the PyTorch operator for each
-step is called, and a mode of ours below all others returns the program's result in its place.
+step is called under the other modes. Below them, `_ReturnResult` returns the program's result instead of communicating.
 
     all_gather        _c10d_functional.all_gather_into_tensor
     reduce_scatter    _c10d_functional.reduce_scatter_tensor
@@ -41,29 +41,29 @@ num_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 def run(executable: _runtime.Executable, inputs: Sequence[torch.Tensor], call: Callable[[], T]) -> T:
     """Returns the result of `call`, which runs the executable on `inputs`. Shows its steps to the active modes."""
     if any(getattr(mode, "_mode_key", None) is not None for mode in _get_current_dispatch_mode_stack()):
-        return call()  # a compiler's own modes are left alone
+        return call()  # a compiler's own modes must stay active
     with _disable_current_modes() as modes:
         meters = [mode for mode in modes if isinstance(mode, wire.WireMeter)]
-        with _on(meters):
+        with _active(meters):
             result = call()
         others = [mode for mode in modes if not isinstance(mode, wire.WireMeter)]
         if others:
-            with _Answer(_plain(result)), _on(others):
-                for operator, arguments in _meanings(executable):
+            with _ReturnResult(_first_tensor(result)), _active(others):
+                for operator, arguments in _torch_operators(executable):
                     torch.ops._c10d_functional.wait_tensor(operator(inputs[0], *arguments))
     return result
 
 
-def _plain(result: Any) -> torch.Tensor:
-    """Returns the first tensor of a result, without waiting for it."""
+def _first_tensor(result: Any) -> torch.Tensor:
+    """Returns a result's first tensor, without a wait if it is asynchronous."""
     first = result[0] if isinstance(result, (list, tuple)) else result
     tensor: torch.Tensor = getattr(first, "elem", first)
     return tensor
 
 
 @contextlib.contextmanager
-def _on(modes: Sequence[TorchDispatchMode]) -> Iterator[None]:
-    """Activates these modes, the first one on top, without calling their `__enter__` again."""
+def _active(modes: Sequence[TorchDispatchMode]) -> Iterator[None]:
+    """Activates these modes inside the block, the first one on top, without calling their `__enter__` again."""
     for mode in reversed(modes):
         _push_mode(mode)
     try:
@@ -73,8 +73,8 @@ def _on(modes: Sequence[TorchDispatchMode]) -> Iterator[None]:
             _pop_mode()
 
 
-class _Answer(TorchDispatchMode):
-    """Returns the program's result in place of every collective."""
+class _ReturnResult(TorchDispatchMode):
+    """A dispatch mode in which every operator returns the given result and does nothing."""
 
     def __init__(self, result: torch.Tensor) -> None:
         super().__init__()
@@ -84,17 +84,17 @@ class _Answer(TorchDispatchMode):
         return self.result
 
 
-def _meanings(executable: _runtime.Executable) -> Iterator[tuple[Callable[..., torch.Tensor], tuple[Any, ...]]]:
-    """Yields, for each step that communicates, its PyTorch operator and the arguments after the tensor."""
+def _torch_operators(executable: _runtime.Executable) -> Iterator[tuple[Callable[..., torch.Tensor], tuple[Any, ...]]]:
+    """Yields, for each step that communicates, the PyTorch operator and its arguments after the tensor."""
     named = list(zip(executable.groups, executable.group_names, strict=True))
     functional = torch.ops._c10d_functional
     for op, reduce_op, mesh_dims, ranks, size, gather_dim, shard_dim in executable.communications:
-        if not ranks:  # the step is on the other mesh
+        if not ranks:  # the step is on a mesh without this rank
             continue
+        # The group of a sparse exchange may lack some ranks. A rank that neither sends nor receives has no group.
         same_ranks = [name for (_, members), name in named if members == ranks]
-        # A sparse exchange may use fewer ranks, and a rank with nothing to send or receive has no group.
-        some = [name for (dims, members), name in named if dims == mesh_dims and set(members) <= set(ranks)]
-        group = (same_ranks + some or [""])[0]
+        fewer_ranks = [name for (dims, members), name in named if dims == mesh_dims and set(members) <= set(ranks)]
+        group = (same_ranks + fewer_ranks or [""])[0]
         if op == "all_gather":
             yield functional.all_gather_into_tensor, (size, group)
         elif op == "reduce_scatter":

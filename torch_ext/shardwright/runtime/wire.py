@@ -12,17 +12,16 @@ from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# The bytes of one collective at one rank: (received, sent), as a direct exchange needs them. Bytes that an algorithm
-# relays, and padding that it adds below this level, are not counted. Padding that the caller put into the tensors is
-# sent, so it is counted.
+# The bytes (received, sent) of one collective at one rank, if every rank sent directly to every other rank. Data that
+# an algorithm relays, and padding that it adds itself, are not counted. Padding in the caller's tensors is counted.
 Traffic = tuple[int, int]
 Arguments = dict[str, Any]  # an operator's arguments by name
 
-# Namespaces of collectives. An operator of these that is not in the tables below raises an error.
+# Namespaces of collectives. All of their operators must be in the tables below; others raise an error.
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor")
 
-# Operators of these namespaces that move no payload.
-_SILENT = (
+# Operators of these namespaces that move no data.
+_WITHOUT_PAYLOAD = (
     "barrier monitored_barrier_ check_for_nan mesh_get_process_group wait_tensor wait_tensors _wrap_tensor_autograd"
 )
 
@@ -35,69 +34,79 @@ def _bytes(tensors: Any) -> int:
 
 
 def _first(arguments: Arguments, *names: str) -> Any:
-    """Returns the first of these arguments that the operator has; namespaces name the same argument differently."""
+    """Returns the argument that the operator has under one of these names, which differ between namespaces."""
     for name in names:
         if name in arguments:
             return arguments[name]
     raise KeyError(f"The operator must have one of the arguments {names}, got {sorted(arguments)}")
 
 
-def _given(arguments: Arguments) -> Any:
-    """Returns the tensors that a rank contributes."""
+def _contributed(arguments: Arguments) -> Any:
+    """Returns the argument with the tensors that a rank contributes."""
     names = "input inputs input_tensor input_tensors input_list self shard tensors tensor"
     return _first(arguments, *names.split())
 
 
-# Rules: each returns the traffic of one call of a collective at this rank, from the operator's arguments, the number of
-# ranks of the group, and this rank's index in the group.
+# Rules. Each returns the traffic of one call of a collective at this rank. Parameters: the operator's arguments, the
+# number of ranks of the group, and this rank's index in the group.
 
 
 def _all_gather(arguments: Arguments, size: int, rank: int) -> Traffic:
-    others = (size - 1) * _bytes(_given(arguments))
+    """Every rank sends its tensors to all other ranks."""
+    others = (size - 1) * _bytes(_contributed(arguments))
     return others, others
 
 
 def _all_gather_lists(arguments: Arguments, size: int, rank: int) -> Traffic:
-    """Outputs are lists with one tensor per rank, whose sizes may differ."""
+    """Like `_all_gather`, but outputs are lists with one tensor per rank, whose sizes may differ."""
     lists = _first(arguments, "output_tensors", "output_lists")
-    return _of_others(lists, rank), (size - 1) * _bytes(_given(arguments))
+    return _bytes_of_others(lists, rank), (size - 1) * _bytes(_contributed(arguments))
 
 
 def _reduce_scatter(arguments: Arguments, size: int, rank: int) -> Traffic:
     """The input holds one chunk per rank; a rank needs its own chunk from each of the others."""
-    others = _bytes(_given(arguments)) // size * (size - 1)
+    others = _bytes(_contributed(arguments)) // size * (size - 1)
     return others, others
 
 
 def _reduce_scatter_lists(arguments: Arguments, size: int, rank: int) -> Traffic:
-    return (size - 1) * _bytes(arguments["output_tensors"]), _of_others(arguments["input_tensors"], rank)
+    """Like `_reduce_scatter`, but inputs are lists with one chunk per rank, whose sizes may differ."""
+    return (size - 1) * _bytes(arguments["output_tensors"]), _bytes_of_others(arguments["input_tensors"], rank)
 
 
-def _of_others(lists: Any, rank: int) -> int:
-    """Returns the bytes in lists of one tensor per rank, without this rank's."""
+def _bytes_of_others(lists: Any, rank: int) -> int:
+    """Returns the bytes in lists that have one tensor per rank, without the tensors of this rank."""
     return _bytes(lists) - sum(_bytes(tensors[rank]) for tensors in lists)
 
 
 def _all_reduce(arguments: Arguments, size: int, rank: int) -> Traffic:
     """A reduce-scatter and an all-gather, each of (size - 1) / size of the tensor."""
-    both = -(-2 * (size - 1) * _bytes(_given(arguments)) // size)
+    both = -(-2 * (size - 1) * _bytes(_contributed(arguments)) // size)
     return both, both
 
 
 def _to_root(arguments: Arguments, size: int, rank: int) -> Traffic:
-    """Every rank sends its tensors to the root: gather, reduce."""
-    own = _bytes(_given(arguments))
+    """Every other rank sends its tensors to the root: gather, reduce."""
+    own = _bytes(_contributed(arguments))
     return ((size - 1) * own, 0) if rank == arguments["root_rank"] else (0, own)
 
 
 def _from_root(arguments: Arguments, size: int, rank: int) -> Traffic:
-    """The root sends every rank one part: broadcast, scatter."""
+    """The root sends one tensor to every other rank: broadcast, scatter."""
     own = _bytes(_first(arguments, "output_tensors", "tensors", "input", "self"))
     return (0, (size - 1) * own) if rank == _first(arguments, "root_rank", "src") else (own, 0)
 
 
 def _split_bytes(tensor_bytes: int, rows: int, splits: list[int] | None, size: int, rank: int) -> int:
-    """Returns the bytes of a tensor sharded along dim 0 that are not `rank`'s; without splits, parts are equal."""
+    """Returns the bytes of a tensor's rows that belong to other ranks.
+
+    Args:
+        tensor_bytes: bytes of the tensor.
+        rows: size of its dim 0.
+        splits: number of rows of each rank; None or []: equal parts.
+        size: number of ranks.
+        rank: this rank's index.
+    """
     if rows == 0:
         return 0
     own_rows = splits[rank] if splits else rows // size
@@ -105,8 +114,8 @@ def _split_bytes(tensor_bytes: int, rows: int, splits: list[int] | None, size: i
 
 
 def _all_to_all_single(arguments: Arguments, size: int, rank: int) -> Traffic:
-    """Rows of dim 0 are split among ranks by the given sizes, or equally without sizes."""
-    given = _given(arguments)
+    """Every rank sends a range of its rows (dim 0) to each rank: by the given split sizes, or equal ranges."""
+    given = _contributed(arguments)
     rows, total = given.size(0), _bytes(given)
     in_splits, out_splits = arguments.get("input_split_sizes"), arguments.get("output_split_sizes")
     if "output" in arguments:
@@ -118,32 +127,36 @@ def _all_to_all_single(arguments: Arguments, size: int, rank: int) -> Traffic:
 
 
 def _all_to_all_lists(arguments: Arguments, size: int, rank: int) -> Traffic:
-    return _of_others([arguments["output_tensors"]], rank), _of_others([arguments["input_tensors"]], rank)
+    """Every rank sends one tensor of a list to each rank."""
+    return _bytes_of_others([arguments["output_tensors"]], rank), _bytes_of_others([arguments["input_tensors"]], rank)
 
 
 def _shard_dim_all_to_all(arguments: Arguments, size: int, rank: int) -> Traffic:
-    """Every rank keeps one of `size` equal parts and exchanges the rest. (On CPU DTensor gathers instead.)"""
+    """Every rank keeps one of `size` equal parts and sends the others. (DTensor on CPU gathers instead.)"""
     total = _bytes(arguments["input"])
     others = total - total // size
     return others, others
 
 
 def _send(arguments: Arguments, size: int, rank: int) -> Traffic:
-    return 0, _bytes(_given(arguments))
+    """This rank sends its tensors to one rank."""
+    return 0, _bytes(_contributed(arguments))
 
 
 def _receive(arguments: Arguments, size: int, rank: int) -> Traffic:
-    return _bytes(_given(arguments)), 0
+    """This rank receives its tensors from one rank."""
+    return _bytes(_contributed(arguments)), 0
 
 
 def _batched_point_to_point(arguments: Arguments, size: int, rank: int) -> Traffic:
+    """This rank sends and receives tensors, as a list of operations says."""
     moved = list(zip(arguments["op_list"], arguments["tensors"]))
     received = sum(_bytes(tensor) for kind, tensor in moved if kind.endswith("recv"))
     return received, _bytes(arguments["tensors"]) - received
 
 
 # The names of the operators, without namespace, to which each rule applies.
-_NAMES: dict[Callable[[Arguments, int, int], Traffic], str] = {
+_OPERATORS_BY_RULE: dict[Callable[[Arguments, int, int], Traffic], str] = {
     _all_gather: (
         "_allgather_base_ allgather_into_tensor_coalesced_ all_gather_into_tensor all_gather_into_tensor_coalesced "
         "all_gather_into_tensor_out"
@@ -164,11 +177,11 @@ _NAMES: dict[Callable[[Arguments, int, int], Traffic], str] = {
     _receive: "recv_ recv_any_source_ irecv",
     _batched_point_to_point: "batch_p2p_ops",
 }
-_RULES = {name: rule for rule, names in _NAMES.items() for name in names.split()}
+_RULE_BY_OPERATOR = {name: rule for rule, names in _OPERATORS_BY_RULE.items() for name in names.split()}
 
 
 def _group_size_and_rank(arguments: Arguments) -> tuple[int, int]:
-    """Returns the size of the operator's group and this rank's index in it, however the operator names the group."""
+    """Returns the size of the operator's group and this rank's index in the group."""
     if "ranks" in arguments:
         ranks = list(arguments["ranks"])
         return arguments["group_size"], ranks.index(dist.get_rank())
@@ -203,7 +216,7 @@ class WireMeter(TorchDispatchMode):
         self.by_op: dict[str, list[int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None) -> Any:
-        # Decline DTensors, so that DTensor unwraps them and its collectives come back here with plain tensors.
+        # DTensor then unwraps its tensors, and its collectives reach this function with plain tensors.
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         kwargs = kwargs or {}
@@ -216,13 +229,13 @@ class WireMeter(TorchDispatchMode):
         """Adds one call of a collective to the counters. Raises NotImplementedError for an unknown operator."""
         schema = func._schema
         operator = schema.name.partition("::")[2]
-        if operator in _SILENT.split():
+        if operator in _WITHOUT_PAYLOAD.split():
             return
-        if operator not in _RULES:
+        if operator not in _RULE_BY_OPERATOR:
             raise NotImplementedError(f"wire_meter has no rule for the bytes of {schema.name}")
         arguments = {argument.name: value for argument, value in zip(schema.arguments, args)}
         arguments.update(kwargs)
-        received, sent = _RULES[operator](arguments, *_group_size_and_rank(arguments))
+        received, sent = _RULE_BY_OPERATOR[operator](arguments, *_group_size_and_rank(arguments))
         self.calls += 1
         self.received_bytes += received
         self.sent_bytes += sent

@@ -24,7 +24,7 @@ from torch.distributed import distributed_c10d
 from .._native import _planner
 from ..layouts.layout import Layout, Mesh
 from ..runtime import groups
-from ..runtime.agreement import StoreTexts, by_value, values_text
+from ..runtime.agreement import StoreTexts, ranks_by_value, values_text
 from .declared import DTENSOR, PAIR, Declared, Description, Layouts
 
 _MAX_SHOWN = 40
@@ -95,7 +95,7 @@ def agree(
     found = [problem for _, _, rank_problems in given for problem in rank_problems]
     for name in dict.fromkeys(name for _, values, _ in given for name in values):
         found += _differing(name, {rank: values[name] for rank, (_, values, _) in zip(ranks, given) if name in values})
-    ranks_by_digest = by_value({rank: their_digest for rank, (their_digest, _, _) in zip(ranks, given)})
+    ranks_by_digest = ranks_by_value({rank: their_digest for rank, (their_digest, _, _) in zip(ranks, given)})
     declarations = [
         (their_ranks, _broadcast(mine, ranks.index(their_ranks[0]), group)) for their_ranks in ranks_by_digest.values()
     ]

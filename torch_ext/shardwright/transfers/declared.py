@@ -196,7 +196,7 @@ class Reader:
         if local is not None:
             argument_checks.check_tensor("the local tensor", local)
             if side == "destination":
-                argument_checks.check_written("the local tensor", local)
+                argument_checks.check_writable("the local tensor", local)
         if layout is None:
             return
         outside = [rank for rank in layout.mesh.ranks if rank not in self._in_group]

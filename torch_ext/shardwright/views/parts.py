@@ -100,7 +100,7 @@ def viewed(x: DTensor, shape: Sequence[int], redistribute: bool) -> DTensor:
         return _on_split_mesh(x, layout, finer)
     if isinstance(seen, str):
         with _planning():
-            backend = executables.lowering_on(layout.mesh, x.device.type, None).name
+            backend = executables.lowering_for_mesh(layout.mesh, x.device.type, None).name
             first = _planner.move_before_view(layout, shape, True, backend, tables_now())
             assert first is not None
         if not redistribute:
@@ -232,7 +232,7 @@ def view_of_part(
     seen = _planner.view_of(layout, shape)
     if not isinstance(seen, str):
         return seen, None
-    backend = executables.lowering_on(layout.mesh, device_type, group).name
+    backend = executables.lowering_for_mesh(layout.mesh, device_type, group).name
     first = _planner.move_before_view(layout, shape, False, backend, tables_now())
     assert first is not None
     if not redistribute:
