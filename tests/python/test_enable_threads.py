@@ -187,7 +187,7 @@ def test_failed_enable_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(show: bool) -> None:
         raise ImportError("a piece of torch is missing")
 
-    monkeypatch.setattr(patch, "_take_function", fail)
+    monkeypatch.setattr(patch, "_replace_function", fail)
     with pytest.raises(ImportError, match="a piece"):
         sw.enable()
     assert not _is_bound() and _mode() == "off"

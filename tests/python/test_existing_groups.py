@@ -78,7 +78,7 @@ def _plans_before_and_after() -> list[str]:
     def move() -> None:
         y = x.redistribute(placements=[Replicate()] * 3)
         assert torch.equal(y.to_local(), torch.arange(64.0))
-        found = redistribute.find(x.to_local(), x._spec, y._spec)
+        found = redistribute.find_cached(x.to_local(), x._spec, y._spec)
         assert found is not None
         steps.append(found.signature["steps"])
 

@@ -168,7 +168,7 @@ def _after_destruction() -> None:
                 x = DTensor.from_local(local, mesh, [S(0)], run_check=False)
                 y = x.redistribute(placements=[R])
                 assert oracle.difference(y.to_local().cpu(), full) is None
-                found = redistribute.find(local, x._spec, y._spec)
+                found = redistribute.find_cached(local, x._spec, y._spec)
                 assert found is not None and found.group_names == [group.group_name]
                 used.append(found)
                 held += [group] * (rank == 0)  # rank 0 keeps a reference to the group
@@ -196,7 +196,7 @@ def _names_over_all(mesh: DeviceMesh) -> list[str]:
     x = _on(mesh, full, [S(0), S(1)])
     y = x.redistribute(placements=[R, R])
     assert oracle.difference(y.to_local().cpu(), full) is None
-    found = redistribute.find(x.to_local(), x._spec, y._spec)
+    found = redistribute.find_cached(x.to_local(), x._spec, y._spec)
     assert found is not None
     return list(found.group_names)
 

@@ -46,7 +46,7 @@ def enable(strict: bool = False, make_groups: bool = True, overlap: bool = False
     """
     with _lock:
         patch.install()
-        modes.mine().mode = Mode(True, strict, make_groups, overlap, views)
+        modes.block_of_this_thread().mode = Mode(True, strict, make_groups, overlap, views)
         _apply()
 
 
@@ -56,12 +56,12 @@ def disable() -> None:
     Raises RuntimeError if shardwright is not enabled, by `enable` or by the block that this thread is in.
     """
     with _lock:
-        mine = modes.mine()
-        if not mine.mode.on:
+        block = modes.block_of_this_thread()
+        if not block.mode.on:
             raise RuntimeError("disable: shardwright is not enabled (disabled twice?)")
-        mine.mode = modes.OFF
+        block.mode = modes.OFF
         _apply()
-        if not modes.is_wanted():
+        if not modes.is_on_anywhere():
             patch.uninstall()
 
 
@@ -93,12 +93,12 @@ def enabled(
 
 def _apply() -> None:
     """Applies the mode that the open blocks require."""
-    mode = modes.wanted()
+    mode = modes.latest_mode()
     if mode.overlap or modes.current().overlap:
         from .matmul import overlapping
 
         overlapping.install() if mode.overlap else overlapping.uninstall()
-        dtensor_redistribute.note_explicit_gather = overlapping.note_explicit_gather
+        dtensor_redistribute.explicit_gather_hook = overlapping.note_explicit_gather
     if mode.views or modes.current().views:
         view_rules.install() if mode.views else view_rules.uninstall()
     patch.separate_compile_caches(mode.on, mode.views)
@@ -139,7 +139,7 @@ def redistribute(
     placements = argument_checks.placements_of(placements, (x.device_mesh if mesh is None else mesh).ndim)
     argument_checks.check_dtype("forward_dtype", forward_dtype)
     argument_checks.check_dtype("backward_dtype", backward_dtype)
-    if mesh is not None and crossing.leads_to_another_mesh(x, mesh):
+    if mesh is not None and crossing.is_other_mesh(x, mesh):
         return crossing.redistribute(
             x, mesh, placements, async_op=async_op, forward_dtype=forward_dtype, backward_dtype=backward_dtype
         )

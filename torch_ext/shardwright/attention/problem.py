@@ -124,7 +124,7 @@ def _planned_call(
     options: tuple[Any, ...], metas: tuple[tuple[Any, ...], ...], group: dist.ProcessGroup | None
 ) -> tuple[str | None, Any]:
     """Returns an error message or None, and the operators' arguments."""
-    guards.mark()
+    guards.mark_graph()
     try:
         return None, on_fakes(metas, lambda *fakes: plan(Options(*options), fakes, group)).call
     except ValueError as error:

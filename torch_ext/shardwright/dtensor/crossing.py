@@ -30,7 +30,7 @@ from . import guards, masks
 from .specs import layout_of_spec
 
 
-def leads_to_another_mesh(x: DTensor, mesh: DeviceMesh | None) -> bool:
+def is_other_mesh(x: DTensor, mesh: DeviceMesh | None) -> bool:
     """Returns True if the mesh is given and differs from the mesh of `x`."""
     return mesh is not None and mesh is not x.device_mesh and mesh != x.device_mesh
 
@@ -47,8 +47,8 @@ def redistribute(
 ) -> DTensor:
     """Returns `x` on another mesh. Differentiable any number of times: the gradient moves back.
 
-    While code is traced, our operators are recorded. Without `make_groups`, process groups must exist, also for the
-    backward.
+    In a trace, records operators of shardwright. If `make_groups` is False, missing process groups are an error, also
+    in the backward.
 
     Raises ValueError for a mesh of another device type, for a slice of a mesh that is not the same on all ranks, and
     for placements that are partial or not one per mesh dim. Raises RuntimeError if ranks differ in the layout of `x`,
@@ -81,12 +81,13 @@ def target_spec(
     return DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(x.shape, x.stride(), dtype))
 
 
-def _check_meshes(here: DeviceMesh, there: DeviceMesh) -> None:
-    """Raises ValueError, without communication, if one of the meshes differs between the participating ranks.
+def _check_meshes(source: DeviceMesh, target: DeviceMesh) -> None:
+    """Raises ValueError, without communication, if one of the meshes is not the same on all ranks that must call.
 
-    A proper slice of a mesh, such as ``mesh["tp"]``, differs unless it contains all participating ranks.
+    A proper slice of a mesh, such as ``mesh["tp"]``, has other ranks in other processes, unless it contains all ranks
+    of both meshes.
     """
-    for argument, mesh, other in (("mesh (device_mesh)", there, here), ("the mesh of x", here, there)):
+    for argument, mesh, other in (("mesh (device_mesh)", target, source), ("the mesh of x", source, target)):
         root = mesh._get_root_mesh()
         if root.size() > mesh.size() and not _covers(mesh, other):
             raise ValueError(
@@ -102,10 +103,10 @@ def _covers(mesh: DeviceMesh, other: DeviceMesh) -> bool:
     return mesh is other or set(Mesh(mesh).ranks) >= set(Mesh(other).ranks)
 
 
-# Layouts that ranks have compared under one default process group, for all sizes and dtypes. Entries are never dropped,
-# because all ranks must compare in the same calls, even if ranks differ, for example in their tables.
-_agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[Hashable]] = weakref.WeakKeyDictionary()
-groups.default_group_gone_hooks.append(_agreed.clear)
+# Pairs of layouts that ranks have compared, by default process group. Sizes and dtypes are not part of an entry.
+# Entries are never dropped, because all ranks must compare in the same calls, even if their planning tables differ.
+_compared: weakref.WeakKeyDictionary[dist.ProcessGroup, set[Hashable]] = weakref.WeakKeyDictionary()
+groups.default_group_gone_hooks.append(_compared.clear)
 
 _REMEDY = (
     "On ranks outside the mesh of x, PyTorch may choose other placements for the results of operators than on its "
@@ -113,18 +114,18 @@ _REMEDY = (
 )
 
 
-def _agree(src: _planner.Layout, dst: _planner.Layout) -> None:
-    """Raises RuntimeError on all ranks of both meshes if they differ in the layouts. Compares them when first used.
+def _compare_layouts(src: _planner.Layout, dst: _planner.Layout) -> None:
+    """Raises RuntimeError on all ranks of both meshes if ranks have different layouts. Compares only at the first use.
 
-    A DTensor may have wrong placements on ranks outside its mesh: if an operator can choose among placements, PyTorch
-    assumes there that moves are free, and chooses differently.
+    A DTensor may have wrong placements on ranks outside its mesh: where an operator can choose among placements,
+    PyTorch assumes on these ranks that moves are free, and chooses others.
     """
     if src.mesh == dst.mesh or groups.moves_nothing(None):
         return
     # The counter of rounds is separate from that of `check_ranks`, which may differ among ranks after an error.
     texts = in_default_store("layouts")
     assert dist.group.WORLD is not None
-    known = _agreed.setdefault(dist.group.WORLD, set())
+    known = _compared.setdefault(dist.group.WORLD, set())
     key = tuple((spec.mesh, tuple(spec.placements), str(spec.shard_order)) for spec in (src, dst))
     ranks, rank = tuple(sorted({*src.mesh.ranks, *dst.mesh.ranks})), dist.get_rank()
     if key in known or rank not in ranks:
@@ -135,7 +136,7 @@ def _agree(src: _planner.Layout, dst: _planner.Layout) -> None:
 
 
 class _Crossing(torch.autograd.Function):
-    """Moves x from a source spec to a target spec, whose meshes may be equal. All ranks pass the same two specs."""
+    """Moves `x` from a source spec to a target spec, whose meshes may be equal. All ranks must pass the same specs."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -152,7 +153,7 @@ class _Crossing(torch.autograd.Function):
         ctx.backward_dtype = backward_dtype or source.tensor_meta.dtype
         ctx.set_materialize_grads(False)
         local = x._local_tensor.to(target.tensor_meta.dtype)
-        moved = _moved(local, source, target, async_op, make_groups)
+        moved = _local_result(local, source, target, async_op, make_groups)
         return DTensor(moved, target, requires_grad=x.requires_grad)  # type: ignore[call-arg]
 
     @staticmethod
@@ -166,18 +167,24 @@ class _Crossing(torch.autograd.Function):
 def gradient_move(
     gradient: DTensor | None, source: DTensorSpec, target: DTensorSpec, dtype: torch.dtype, *options: Any
 ) -> tuple[DTensor, DTensorSpec, DTensorSpec]:
-    """Returns the gradient of a tensor that moved from `source` to `target`, its spec, and its spec after the backward.
+    """Returns the arguments of the move of a gradient back: the gradient, its spec, and the spec to move it to.
 
-    All ranks return the same specs. Without a gradient, returns zeros in `target`. `options` are the last arguments of
-    `_Crossing`.
+    All ranks return the same specs. If `gradient` is None, returns zeros.
+
+    Args:
+        gradient: the gradient of the result, which had moved from `source` to `target`.
+        source: the spec before the forward.
+        target: the spec after the forward.
+        dtype: the dtype in which the gradient moves.
+        options: the last three arguments of `_Crossing`.
     """
     target = with_dtype(target, dtype)
     if gradient is None:
         gradient = _zeros(target)
     elif _covers(target.mesh, source.mesh):
         target = with_dtype(gradient._spec, dtype)  # all participating ranks have the gradient's spec
-    elif target.mesh.get_coordinate() is not None and not _same_placement(gradient._spec, target):
-        # Ranks outside the mesh cannot see the gradient's placements, so it first gets those of the result.
+    elif target.mesh.get_coordinate() is not None and not _have_same_placements(gradient._spec, target):
+        # Ranks outside the mesh do not know the gradient's placements, so it is first moved to those of the result.
         gradient = _Crossing.apply(gradient, gradient._spec, target, *options)  # type: ignore[no-untyped-call]
     # R in place of P, as in PyTorch's own backward; the shard order stays.
     placements = tuple(Replicate() if p.is_partial() else p for p in source.placements)
@@ -190,34 +197,34 @@ def with_dtype(spec: DTensorSpec, dtype: torch.dtype, placements: tuple[Placemen
     placements = spec.placements if placements is None else placements
     if placements == spec.placements and dtype == spec.tensor_meta.dtype:
         return spec
-    is_order = spec.use_strided_shard_as_shard_order
+    encodes_order = spec.use_strided_shard_as_shard_order
     return DTensorSpec(
         spec.mesh,
         placements,
         spec.tensor_meta._replace(dtype=dtype),
-        None if is_order else spec.shard_order,
-        use_strided_shard_as_shard_order=is_order,
+        None if encodes_order else spec.shard_order,
+        use_strided_shard_as_shard_order=encodes_order,
     )
 
 
-def _same_placement(a: DTensorSpec, b: DTensorSpec) -> bool:
+def _have_same_placements(a: DTensorSpec, b: DTensorSpec) -> bool:
     """Returns True if two specs have the same placements and shard order."""
     kinds = [(s.placements, s.shard_order, s.use_strided_shard_as_shard_order) for s in (a, b)]
     return kinds[0] == kinds[1]
 
 
 def _zeros(spec: DTensorSpec) -> DTensor:
-    """Returns zeros in place of a gradient that this rank does not have."""
+    """Returns a DTensor of zeros with this spec, for a gradient that this rank does not have."""
     assert spec.tensor_meta is not None
     shape = layout_of_spec(spec, spec.shape, spec.tensor_meta.dtype).local_shape(dist.get_rank())
     local = torch.zeros(shape, dtype=spec.tensor_meta.dtype, device=spec.mesh.device_type)
     return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
 
 
-def _moved(
+def _local_result(
     local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, async_op: bool, make_groups: bool
 ) -> torch.Tensor:
-    """Returns this rank's part in `target`, or its fake tensor in a trace."""
+    """Moves a local tensor from `source` to `target`. Returns the local tensor in `target`, a fake one in a trace."""
     if source.mesh.get_coordinate() is None:
         # DTensor's operators may leave a tensor of any device and size on ranks outside the mesh.
         local = torch.empty(0, dtype=local.dtype, device=source.mesh.device_type)
@@ -226,32 +233,33 @@ def _moved(
     src = dst = None
     if not _are_we_tracing():
         src, dst = (layout_of_spec(spec, target.shape, local.dtype) for spec in (source, target))
-        _agree(src, dst)
+        _compare_layouts(src, dst)
     if source.mesh.get_coordinate() is not None:
-        masks.apply(local, pending)
+        masks.apply_masks(local, pending)
     if src is None or dst is None:
-        return _traced(local, source, target, make_groups)
+        return _record(local, source, target, make_groups)
     return redistribute_part(local, src, dst, source.mesh, async_op, make_groups)
 
 
-def _check_compilable(here: _planner.Mesh, there: _planner.Mesh) -> None:
+def _check_compilable(source_mesh: _planner.Mesh, target_mesh: _planner.Mesh) -> None:
     """Raises RuntimeError, on all ranks, if torch.compile might run code for other sizes on some ranks.
 
-    Its guards check a DTensor's local tensor, not its global size. A rank outside of the mesh always has the same local
-    tensor, so it would keep the code for the first sizes. In a backward, ranks have the guards of the forward.
+    Guards of torch.compile check a DTensor's local tensor, not its global size. A rank outside the mesh always has the
+    same local tensor, so it would reuse the code for the first size. Backwards are not checked: the guards of the
+    forward apply to them.
     """
     if CompileContext.current_compile_id() is None or torch._C._current_autograd_node() is not None:
         return
-    outside = sorted(set(there.ranks) - set(here.ranks))
+    outside = sorted(set(target_mesh.ranks) - set(source_mesh.ranks))
     if outside:
         raise RuntimeError(
-            f"mesh must have only ranks of the mesh of x ({here}) in compiled code, got ranks {outside}. There "
+            f"mesh must have only ranks of the mesh of x ({source_mesh}) in compiled code, got ranks {outside}. There "
             "torch.compile does not notice that sizes change. Use eager code for this move"
         )
 
 
-def _traced(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, make_groups: bool) -> torch.Tensor:
-    """Records the redistribute in a trace, as our operators."""
+def _record(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, make_groups: bool) -> torch.Tensor:
+    """Records the redistribute in a trace, as operators of shardwright. Returns the fake result."""
     from ..graph import operators
 
     with _disable_current_modes():  # none of this belongs in the trace
@@ -267,5 +275,5 @@ def _traced(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, make_
         plan = executables.make_plan(src, dst, local.device.type, existing_groups_of=existing)
         arguments = operators.arguments_for_sizes(plan, target.shape, source.mesh, make_groups)
     counters.counts.traced += 1
-    guards.mark()
+    guards.mark_graph()
     return operators.trace(local, **arguments)

@@ -1,8 +1,8 @@
 """Handles `_MaskPartial`, the placement of embeddings whose table is sharded by rows.
 
-Each rank looks up the indices of its own rows. `R -> _MaskPartial` makes global indices local and keeps a mask of the
-indices of other ranks' rows. Before `_MaskPartial` is reduced, the results for masked indices are set to zero. Both
-steps use PyTorch's own methods here; a redistribute of ordinary placements remains.
+Each rank looks up the indices of its own rows. `R -> _MaskPartial` turns global indices into local ones and stores a
+mask of the indices of other ranks' rows. Before `_MaskPartial` is reduced, results for masked indices are set to zero.
+This module does both steps with PyTorch's own methods, so that only a redistribute of ordinary placements is left.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 
 class Unmasked(NamedTuple):
-    """A redistribute without masks."""
+    """A redistribute of ordinary placements that is left after masks were applied, and the masks to make after it."""
 
     local: torch.Tensor
     current_spec: DTensorSpec
@@ -25,7 +25,7 @@ class Unmasked(NamedTuple):
     masks_to_make: Sequence[int]  # mesh dims along which the result is masked
 
     def mask(self, result: torch.Tensor, placements: Sequence[Any]) -> torch.Tensor:
-        """Masks the result, so that it has the placements that were requested."""
+        """Returns the result with its masks made. `placements` are the requested placements, one per mesh dim."""
         for mesh_dim in self.masks_to_make:
             result = placements[mesh_dim]._partition_value(result, self.target_spec.mesh, mesh_dim)
         return result
@@ -42,15 +42,18 @@ def without_masks(spec: DTensorSpec) -> DTensorSpec:
     return dataclasses.replace(spec, placements=tuple(placements))
 
 
-def apply(local: torch.Tensor, masks: Iterable[Placement]) -> None:
-    """Applies masks, in place. Raises RuntimeError for a mask that was never made."""
+def apply_masks(local: torch.Tensor, masks: Iterable[Placement]) -> None:
+    """Sets masked elements of `local` to zero, and releases the masks. `masks` are placements with masks."""
     for mask in masks:
         mask.mask_buffer.apply_mask(local)
         mask.mask_buffer.release_mask()
 
 
 def unmask(local: torch.Tensor, current_spec: DTensorSpec, target_spec: DTensorSpec) -> Unmasked | str:
-    """Returns the redistribute without masks, or the reason why there is none. Applies reduced masks in place."""
+    """Applies the masks of placements that are reduced, in place. Returns the redistribute that is left.
+
+    Returns a reason instead if the masks cannot be handled.
+    """
     before, after = list(current_spec.placements), list(target_spec.placements)
     to_apply, to_make = [], []
     for mesh_dim, (source, target) in enumerate(zip(before, after, strict=True)):
@@ -63,7 +66,7 @@ def unmask(local: torch.Tensor, current_spec: DTensorSpec, target_spec: DTensorS
     masks = [before[mesh_dim] for mesh_dim in to_apply]
     if any(mask.mask_buffer.data is None for mask in masks):
         return "a mask that was never made"
-    apply(local, masks)
+    apply_masks(local, masks)
     for mesh_dim in to_make:
         after[mesh_dim] = Replicate()
     return Unmasked(

@@ -24,7 +24,7 @@ import torch
 from .._native import _runtime
 
 _MAX_CHANGES = 4096  # mode changes stored per thread; the older half is dropped
-_REMEMBERED = "_shardwright_mode"  # attribute of autograd nodes that holds their mode
+_MODE_ATTRIBUTE = "_shardwright_mode"  # attribute of autograd nodes that holds their mode
 
 
 class Mode(NamedTuple):
@@ -42,42 +42,46 @@ OFF = Mode(False)
 
 @dataclasses.dataclass(eq=False)
 class Block:
-    """The mode that one thread has set until its block ends. The process's own block has no thread."""
+    """A mode that one thread has set until its block ends. The process's own block has no thread."""
 
     thread: int | None
     mode: Mode
 
 
-# The process's own block, then the blocks that have not ended. Blocks of several threads may overlap in any way. The
-# block that began last decides; when one ends, in whatever order, the last of the remaining ones decides.
+# The process's own block, then the blocks that have not ended, in the order of their beginning. The last one decides.
+# Blocks of several threads may end in any order.
 _blocks = [Block(None, OFF)]
 
 
 def begin(mode: Mode) -> Block:
-    """Opens a block of this thread. Its mode takes effect at the next `apply(wanted())`."""
+    """Opens a block of this thread and returns it. Takes effect at the next `apply(latest_mode())`."""
     block = Block(threading.get_ident(), mode)
     _blocks.append(block)
     return block
 
 
 def end(block: Block) -> None:
-    """Closes a block. Takes effect at the next `apply(wanted())`."""
+    """Closes a block. Takes effect at the next `apply(latest_mode())`."""
     _blocks.remove(block)
 
 
-def mine() -> Block:
-    """Returns the block that this thread's `enable` and `disable` change: its innermost one, else the process's."""
+def block_of_this_thread() -> Block:
+    """Returns this thread's innermost block, else the process's own. `enable` and `disable` change its mode."""
     thread = threading.get_ident()
     return next(block for block in reversed(_blocks) if block.thread in (thread, None))
 
 
-def is_wanted() -> bool:
+def is_on_anywhere() -> bool:
     """Returns True if the drop-in is on in any block."""
     return any(block.mode.on for block in _blocks)
 
 
-class _Changes:
-    """The mode changes of one thread, each with the sequence number of the thread's next autograd node."""
+class _ModeHistory:
+    """The modes of one thread over time, by the sequence numbers of its autograd nodes.
+
+    Example: the mode changed to A before the node with number 5, and to B before the node with number 9. Then
+    `sequence_numbers` is [-1, 5, 9] and `modes` is [initial mode, A, B], and ``mode_at(7)`` is A.
+    """
 
     def __init__(self) -> None:
         self.sequence_numbers = [-1]  # sequence numbers, ascending
@@ -100,8 +104,8 @@ class _Changes:
         return self.modes[max(bisect.bisect_right(self.sequence_numbers, sequence_number) - 1, 0)]
 
 
-_current = OFF
-_changes_by_thread: dict[int, _Changes] = {}  # by autograd's number of the thread
+_current = OFF  # the mode outside of autograd
+_history_by_thread: dict[int, _ModeHistory] = {}  # by autograd's number of the thread
 
 
 def current() -> Mode:
@@ -109,47 +113,47 @@ def current() -> Mode:
     return _current
 
 
-def decided_in_graphs() -> tuple[bool, bool, bool]:
+def graph_options() -> tuple[bool, bool, bool]:
     """Returns the options of the current mode on which compiled code depends: on, make_groups, views."""
     return (_current.on, _current.on and _current.make_groups, _current.on and _current.views)
 
 
-def wanted() -> Mode:
-    """Returns the mode of the latest block. It takes effect in `apply`."""
+def latest_mode() -> Mode:
+    """Returns the mode of the block that began last. It takes effect in `apply`."""
     return _blocks[-1].mode
 
 
 def apply(mode: Mode) -> None:
     """Puts a mode into effect."""
     global _current
-    changes = _changes_by_thread.setdefault(_runtime.thread_id(), _Changes())
+    changes = _history_by_thread.setdefault(_runtime.thread_id(), _ModeHistory())
     _current = mode
     changes.add(mode)
 
 
-def takes_shortcut() -> bool:
+def allows_shortcut() -> bool:
     """Returns True if calls outside of autograd may skip PyTorch's method: the drop-in is on and may make groups."""
     return _current.on and _current.make_groups
 
 
 def mode_in_effect() -> Mode:
-    """Returns the mode for the redistribute that is being requested."""
+    """Returns the mode that applies to a redistribute now: in a backward, the mode of its forward."""
     node = torch._C._current_autograd_node()
     if node is None:
         return _current
-    remembered: Mode | None = getattr(node, _REMEMBERED, None)
-    if remembered is not None:
-        return remembered
-    changes = _changes_by_thread.get(_runtime.thread_of_current_node())
+    stored: Mode | None = getattr(node, _MODE_ATTRIBUTE, None)
+    if stored is not None:
+        return stored
+    changes = _history_by_thread.get(_runtime.thread_of_current_node())
     return _current if changes is None else changes.mode_at(node._sequence_nr())
 
 
-def keeping_mode(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps the forward of an autograd function, so that its node (its ctx) keeps the mode for the backward."""
+def storing_mode(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a wrapper of an autograd function's forward. It stores the mode on the node (ctx) for the backward."""
 
     @functools.wraps(forward)
     def with_mode(ctx: Any, *args: Any, **kwargs: Any) -> Any:
-        setattr(ctx, _REMEMBERED, mode_in_effect())
+        setattr(ctx, _MODE_ATTRIBUTE, mode_in_effect())
         return forward(ctx, *args, **kwargs)
 
     return with_mode

@@ -16,18 +16,18 @@ from torch.distributed.tensor import DTensor
 from . import mode, redistribute, shortcut
 
 _undo: contextlib.ExitStack | None = None  # restores the replaced functions; None if none is replaced
-_OUR_TAG = re.compile(r" ?shardwright rank (of process )?\S+( with views)?$")
+_OWN_TAG = re.compile(r" ?shardwright rank (of process )?\S+( with views)?$")  # `separate_compile_caches`
 
 
 def install() -> None:
-    """Replaces PyTorch's functions by ours. Does nothing if they are replaced already."""
+    """Replaces PyTorch's functions by shardwright's. Does nothing if they are replaced already."""
     global _undo
     if _undo is not None:
         return
     with contextlib.ExitStack() as undo:
-        _take_method(undo)
-        _take_forwards(undo)
-        _take_function(undo)
+        _replace_method(undo)
+        _wrap_forwards(undo)
+        _replace_function(undo)
         _undo = undo.pop_all()
 
 
@@ -39,30 +39,30 @@ def uninstall() -> None:
         undo.close()
 
 
-def _take_method(undo: contextlib.ExitStack) -> None:
+def _replace_method(undo: contextlib.ExitStack) -> None:
     """Replaces `DTensor.redistribute` by the fast path of shortcut.py. `undo` restores it."""
     original = DTensor.redistribute
-    undo.callback(shortcut.forget)
-    DTensor.redistribute = shortcut.method(original)  # type: ignore[method-assign]
+    undo.callback(shortcut.clear)
+    DTensor.redistribute = shortcut.make_method(original)  # type: ignore[method-assign]
     undo.callback(setattr, DTensor, "redistribute", original)
 
 
-def _take_forwards(undo: contextlib.ExitStack) -> None:
-    """Makes the nodes of PyTorch's autograd functions remember the mode (mode.py)."""
-    nested = getattr(torch_redistribute, "NestedRedistribute", None)  # came with torch 2.12
+def _wrap_forwards(undo: contextlib.ExitStack) -> None:
+    """Makes PyTorch's autograd functions store the mode on their nodes (mode.py). `undo` restores them."""
+    nested = getattr(torch_redistribute, "NestedRedistribute", None)  # exists since torch 2.12
     for function in filter(None, (torch_redistribute.Redistribute, nested, shortcut.Redistribute)):
         original = function.forward
-        function.forward = staticmethod(mode.keeping_mode(original))
+        function.forward = staticmethod(mode.storing_mode(original))
         undo.callback(setattr, function, "forward", staticmethod(original))
 
 
-def _take_function(undo: contextlib.ExitStack) -> None:
-    """Replaces `redistribute_local_tensor` under all of its names in loaded modules."""
-    original, ours = torch_redistribute.redistribute_local_tensor, redistribute.redistribute_local_tensor
-    undo.callback(redistribute.stand_in_for, None)
-    redistribute.stand_in_for(original)
-    undo.callback(_references.replace, original, ours, by_ours=False)
-    _references.replace(original, ours, by_ours=True)
+def _replace_function(undo: contextlib.ExitStack) -> None:
+    """Replaces `redistribute_local_tensor` under all of its names in loaded modules. `undo` restores it."""
+    original, replacement = torch_redistribute.redistribute_local_tensor, redistribute.redistribute_local_tensor
+    undo.callback(redistribute.set_original, None)
+    redistribute.set_original(original)
+    undo.callback(_references.replace, original, replacement, install_replacement=False)
+    _references.replace(original, replacement, install_replacement=True)
 
 
 class _FunctionReferences:
@@ -78,47 +78,50 @@ class _FunctionReferences:
         self._sizes: dict[int, int] = {}  # number of names searched, by id of a module's namespace
         self._bindings: list[tuple[dict[str, Any], str]] = []  # (namespace of a module, name in it)
 
-    def replace(self, original: Any, ours: Any, *, by_ours: bool) -> None:
-        """Replaces `original` by `ours`, or the reverse, under any name, except in the module that defines `ours`."""
-        old, new = (original, ours) if by_ours else (ours, original)
-        self._add_references(original, ours)
-        for names, name in self._bindings:
-            if names.get(name) is old:
-                names[name] = new
+    def replace(self, original: Any, replacement: Any, *, install_replacement: bool) -> None:
+        """Makes all names refer to `replacement`, or to `original` if `install_replacement` is False.
 
-    def _add_references(self, original: Any, ours: Any) -> None:
-        """Adds the names that refer to either function in modules that were not searched yet."""
-        if self._pair is None or self._pair[0] is not original or self._pair[1] is not ours:
-            self._pair = (original, ours)
+        The module that defines `replacement` is left out.
+        """
+        old, new = (original, replacement) if install_replacement else (replacement, original)
+        self._add_references(original, replacement)
+        for namespace, name in self._bindings:
+            if namespace.get(name) is old:
+                namespace[name] = new
+
+    def _add_references(self, original: Any, replacement: Any) -> None:
+        """Adds the names that refer to either function, in modules that are new or have changed since the last call."""
+        if self._pair is None or self._pair[0] is not original or self._pair[1] is not replacement:
+            self._pair = (original, replacement)
             self._sizes.clear()
             self._bindings.clear()
-        known = {(id(names), name) for names, name in self._bindings}
+        known = {(id(namespace), name) for namespace, name in self._bindings}
         sizes, own_name = self._sizes, original.__name__
         for module in list(sys.modules.values()):
             try:
-                names = module.__dict__
-                size, own = len(names), names.get(own_name)
+                namespace = module.__dict__
+                size, own = len(namespace), namespace.get(own_name)
             except (AttributeError, TypeError):
                 continue  # an object in sys.modules that is not a module
-            if sizes.get(id(names)) == size and own is not original and own is not ours:
+            if sizes.get(id(namespace)) == size and own is not original and own is not replacement:
                 continue
-            if not isinstance(names, dict) or names is vars(redistribute):
+            if not isinstance(namespace, dict) or namespace is vars(redistribute):
                 continue
-            sizes[id(names)] = size
-            found = [name for name, value in list(names.items()) if value is original or value is ours]
-            self._bindings += [(names, name) for name in found if (id(names), name) not in known]
+            sizes[id(namespace)] = size
+            found = [name for name, value in list(namespace.items()) if value is original or value is replacement]
+            self._bindings += [(namespace, name) for name in found if (id(namespace), name) not in known]
 
 
 _references = _FunctionReferences()
 
 
 def separate_compile_caches(on: bool, views: bool) -> None:
-    """Adds this rank to the tag of PyTorch's on-disk cache of compiled code, or removes it again.
+    """Adds this rank to the key of PyTorch's on-disk cache of compiled code, or removes it if `on` is False.
 
-    The cache's key comes from Dynamo's graph, in which a redistribute is a method call of a DTensor. The key contains
-    neither that the call becomes an operator of ours, nor the rank. All ranks of a machine share the cache's folder.
+    All ranks of a machine share the cache's folder. Its key comes from Dynamo's graph, in which a redistribute is a
+    method call of a DTensor. So the key depends neither on the rank nor on the operators that replace the call.
     """
-    tag = _OUR_TAG.sub("", config.cache_key_tag)  # in torch 2.15 each thread has its own tag, which may contain ours
+    tag = _OWN_TAG.sub("", config.cache_key_tag)  # torch 2.15: a tag of this thread, which may contain ours already
     if on:
         is_rank = dist.is_available() and dist.is_initialized()
         rank = dist.get_rank() if is_rank else os.environ.get("RANK", f"of process {os.getpid()}")

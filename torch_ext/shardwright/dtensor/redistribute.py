@@ -36,20 +36,20 @@ from .specs import layout_of_spec
 _original: Callable[..., torch.Tensor] | None = None  # PyTorch's function, while ours replaces it
 
 # Called for each explicit asynchronous redistribute while `overlap` is on (matmul/overlapping.py).
-note_explicit_gather: Callable[[DTensorSpec, DTensorSpec], None] | None = None
+explicit_gather_hook: Callable[[DTensorSpec, DTensorSpec], None] | None = None
 
 # Executables that do the entire redistribute, with no work before or after them.
-_direct: executables.PlanningCache[_runtime.Executable] = executables.PlanningCache(is_local=True)
+_cached: executables.PlanningCache[_runtime.Executable] = executables.PlanningCache(is_local=True)
 
 
-def stand_in_for(original: Callable[..., torch.Tensor] | None) -> None:
-    """Sets PyTorch's function, which ours now replaces. None ends the replacement."""
+def set_original(original: Callable[..., torch.Tensor] | None) -> None:
+    """Records PyTorch's function, which this module now replaces. None records that it is restored."""
     global _original
     _original = original
 
 
-def is_in_place() -> bool:
-    """Returns True while our function replaces PyTorch's."""
+def is_installed() -> bool:
+    """Returns True while this module's function replaces PyTorch's."""
     return _original is not None
 
 
@@ -63,17 +63,17 @@ def redistribute_local_tensor(
     use_graph_based_transform: bool | None = None,
     is_explicit: bool = False,
 ) -> torch.Tensor:
-    """Replaces PyTorch's function of the same name. Runs shardwright's plan, or PyTorch's function without one."""
+    """Replaces PyTorch's function of the same name. Runs shardwright's plan, or PyTorch's function if there is none."""
     original = _original or torch_redistribute.redistribute_local_tensor
     mode = mode_in_effect()
     is_plain = mode.on and type(local_tensor) is torch.Tensor and local_tensor.layout is torch.strided
-    is_plain = is_plain and _runtime.is_plain_eager(True)
-    if is_plain and not _autograd_looks(local_tensor):
-        known = _direct.get(_key(local_tensor, current_spec, target_spec, mode))
+    is_plain = is_plain and _runtime.nothing_watches(True)
+    if is_plain and not _autograd_records(local_tensor):
+        known = _cached.get(_key(local_tensor, current_spec, target_spec, mode))
         if known is not None:
             return executables.run_cached(known, local_tensor, async_op)
 
-    def by_torch() -> torch.Tensor:
+    def run_torch() -> torch.Tensor:
         return original(
             local_tensor,
             current_spec,
@@ -84,21 +84,21 @@ def redistribute_local_tensor(
         )
 
     if not mode.on:
-        return by_torch()
-    if mode.overlap and async_op and note_explicit_gather is not None:  # async implies explicit
-        note_explicit_gather(current_spec, target_spec)
+        return run_torch()
+    if mode.overlap and async_op and explicit_gather_hook is not None:  # async implies explicit
+        explicit_gather_hook(current_spec, target_spec)
     if isinstance(local_tensor, AsyncCollectiveTensor):
         local_tensor = local_tensor.wait()
     if current_spec.mesh is not target_spec.mesh and current_spec.mesh != target_spec.mesh:
-        return by_torch()  # PyTorch raises
+        return run_torch()  # which raises
     is_traced = _are_we_tracing()
-    if is_traced and _is_captured():
-        return by_torch()
+    if is_traced and _is_read_by_other_tools():
+        return run_torch()
     call = _Request(local_tensor, current_spec, target_spec, mode, async_op, is_explicit)
     if any(map(masks.is_masked, (*current_spec.placements, *target_spec.placements))):
-        moved = _unmasked(call)
+        moved = _run_masked(call)
     else:
-        moved = _by_plan(call, is_traced)
+        moved = _run_by_plan(call, is_traced)
     if not isinstance(moved, Refusal):
         return moved
     if mode.strict:
@@ -107,11 +107,11 @@ def redistribute_local_tensor(
             f"{moved.example or moved.reason} (strict=True)"
         )
     counters.count_fallback(*moved)
-    return by_torch()
+    return run_torch()
 
 
 class _Request(NamedTuple):
-    """A redistribute that is not in the cache."""
+    """The arguments of a redistribute that is not in the cache."""
 
     local: torch.Tensor  # this rank's part
     current: DTensorSpec  # the spec before the redistribute
@@ -126,8 +126,8 @@ class _Request(NamedTuple):
         return layout_of_spec(self.current, shape, dtype), layout_of_spec(self.target, shape, dtype)
 
 
-def _unmasked(call: _Request) -> torch.Tensor | Refusal:
-    """Runs a redistribute with masked placements (masks.py). Applies their masks before it, or makes them after it."""
+def _run_masked(call: _Request) -> torch.Tensor | Refusal:
+    """Runs a redistribute with masked placements (masks.py): applies masks before it, and makes masks after it."""
     plain = masks.unmask(call.local, call.current, call.target)
     if isinstance(plain, str):
         return Refusal(plain)
@@ -136,7 +136,7 @@ def _unmasked(call: _Request) -> torch.Tensor | Refusal:
     return plain.mask(moved, call.target.placements)
 
 
-def _by_plan(call: _Request, is_traced: bool) -> torch.Tensor | Refusal:
+def _run_by_plan(call: _Request, is_traced: bool) -> torch.Tensor | Refusal:
     """Runs the redistribute, or records it in a trace. Returns a Refusal if it is left to PyTorch."""
     local, current, target, mode, async_op, _ = call
     if not is_traced and type(local) not in (torch.Tensor, torch.nn.Parameter):
@@ -162,22 +162,25 @@ def _by_plan(call: _Request, is_traced: bool) -> torch.Tensor | Refusal:
     executable = executables.lookup(key, build)
     if isinstance(executable, Refusal):
         return executable
-    if _autograd_looks(local):
+    if _autograd_records(local):
         # Autograd records below DTensor, as in the double backward of torch before 2.12. PyTorch's own collectives
         # would break its graph.
         return redistribute_local(local, *call.layouts(current.shape), device_mesh=current.mesh, async_op=async_op)
-    copies = executable.is_identity and _torch_would_copy(current, target)
-    if not copies:
-        _direct.put(key, executable)
-    with _recorded(call, executable):
-        if copies:
+    must_copy = executable.is_identity and _torch_would_copy(current, target)
+    if not must_copy:
+        _cached.put(key, executable)
+    with _debug_record(call, executable):
+        if must_copy:
             counters.counts.calls += 1
             return local.clone(memory_format=torch.contiguous_format)
         return executables.run(executable, local, async_op)
 
 
 def _key(local_tensor: torch.Tensor, current_spec: DTensorSpec, target_spec: DTensorSpec, mode: Mode) -> Hashable:
-    """Returns the key of an executable. Each call makes a new target spec, and hashing a full spec is expensive."""
+    """Returns the cache key of an executable.
+
+    It has the fields of the target spec instead of the spec, which is new in each call, so that its hash is not cached.
+    """
     return (
         current_spec,
         target_spec.placements,
@@ -191,13 +194,13 @@ def _key(local_tensor: torch.Tensor, current_spec: DTensorSpec, target_spec: DTe
     )
 
 
-def find(local_tensor: torch.Tensor, current_spec: DTensorSpec, target_spec: DTensorSpec) -> _runtime.Executable | None:
+def find_cached(local: torch.Tensor, current_spec: DTensorSpec, target_spec: DTensorSpec) -> _runtime.Executable | None:
     """Returns the cached executable for a local tensor and two specs, or None."""
-    return _direct.get(_key(local_tensor, current_spec, target_spec, mode_in_effect()))
+    return _cached.get(_key(local, current_spec, target_spec, mode_in_effect()))
 
 
-def _autograd_looks(local_tensor: torch.Tensor) -> bool:
-    """Returns True if autograd records at this level. Below an operator of DTensor, it records the operator instead."""
+def _autograd_records(local_tensor: torch.Tensor) -> bool:
+    """Returns True if autograd records operators on this local tensor. It does not inside an operator of DTensor."""
     return (
         local_tensor.requires_grad
         and torch.is_grad_enabled()
@@ -207,10 +210,10 @@ def _autograd_looks(local_tensor: torch.Tensor) -> bool:
 
 @executables.cached
 def _torch_would_copy(current_spec: DTensorSpec, target_spec: DTensorSpec) -> bool:
-    """Returns True if PyTorch would make a new tensor although our plan has no steps.
+    """Returns True if PyTorch would make a new tensor for a redistribute whose plan has no steps.
 
-    PyTorch gathers and shards again if mesh dims of size 1 hide that two layouts are equal. Callers that get a copy
-    from PyTorch may write to it, so our replacement copies too.
+    Mesh dims of size 1 may hide that two layouts are equal; PyTorch then gathers and shards again. Its callers may
+    write to this copy, so the replacement must copy too.
     """
     try:
         infos = torch_redistribute._gen_transform_infos(current_spec, target_spec)
@@ -218,14 +221,14 @@ def _torch_would_copy(current_spec: DTensorSpec, target_spec: DTensorSpec) -> bo
         return True  # PyTorch cannot do it at all, so a new tensor is the safe choice
     for info in infos:
         source, target = info.src_dst_placements
-        keeps = source.is_replicate() and target.is_partial()  # P(avg), P(min) and P(max) need no new values
-        if current_spec.mesh.size(info.mesh_dim) > 1 and not keeps:
+        is_kept = source.is_replicate() and target.is_partial()  # P(avg), P(min) and P(max) need no new values
+        if current_spec.mesh.size(info.mesh_dim) > 1 and not is_kept:
             return True
     return False
 
 
-def _is_captured() -> bool:
-    """Returns True if a graph is being made by torch.export, make_fx or AOTAutograd alone, not by torch.compile.
+def _is_read_by_other_tools() -> bool:
+    """Returns True while torch.export, make_fx or AOTAutograd makes a graph outside of torch.compile.
 
     Other tools read such graphs, and look for PyTorch's collectives in them.
     """
@@ -235,33 +238,33 @@ def _is_captured() -> bool:
 
 
 # Cached results of `_trace_arguments`, by redistribute.
-_arguments: executables.PlanningCache[dict[str, Any] | Refusal] = executables.PlanningCache(is_local=True)
+_cached_arguments: executables.PlanningCache[dict[str, Any] | Refusal] = executables.PlanningCache(is_local=True)
 
 
 def _trace(key: Hashable, call: _Request) -> torch.Tensor | Refusal:
-    """Records our operators for a redistribute in a trace. Returns a Refusal if it is left to PyTorch."""
+    """Records a redistribute in a trace as operators of shardwright. Returns a Refusal if it is left to PyTorch."""
     from ..graph import operators
 
     local, current, target = call[:3]
     is_symbolic = plans.is_symbolic(current.shape)  # local sizes would differ among ranks
     key = key, groups.flattened_names(current.mesh)
-    arguments = None if is_symbolic else _arguments.get(key)  # symbols cannot be hashed
+    arguments = None if is_symbolic else _cached_arguments.get(key)  # symbols cannot be hashed
     if arguments is None:
         with _disable_current_modes():  # none of this belongs in the trace
             arguments = _trace_arguments(call, is_symbolic)
         if not is_symbolic:
-            _arguments.put(key, arguments)
+            _cached_arguments.put(key, arguments)
     if isinstance(arguments, Refusal):
         return arguments
     counters.counts.traced += 1
-    guards.mark()
+    guards.mark_graph()
     if not arguments:
         return local.clone() if not is_symbolic and _torch_would_copy(current, target) else local
     return operators.trace(local, **arguments)
 
 
 def _trace_arguments(call: _Request, is_symbolic: bool) -> dict[str, Any] | Refusal:
-    """Returns the operators' arguments; an empty dict if nothing is moved."""
+    """Returns the arguments of the operators for a redistribute in a trace; an empty dict if nothing moves."""
     from ..graph import operators
 
     sizes, mesh = call.current.shape, call.current.mesh
@@ -295,10 +298,11 @@ def _plan(call: _Request, shape: Sequence[int]) -> Plan | Refusal:
         return Refusal(counters.cause_of(error), str(error))
 
 
-def _check_reducible(call: _Request, why: ValueError) -> None:
-    """Raises ValueError on all ranks if `why` is that the backend cannot reduce pending values of this dtype.
+def _check_reducible(call: _Request, error: ValueError) -> None:
+    """Raises ValueError on all ranks if Gloo cannot reduce the pending values because of their dtype.
 
-    PyTorch's path uses the backend's collectives, so it would fail while ranks wait for each other.
+    PyTorch's function uses the same backend, so some of its ranks would fail while others wait. `error` is the
+    planner's, which is quoted.
     """
     lowering = executables.lowering(call.local.device.type, None)
     if lowering.name != "gloo":
@@ -310,7 +314,7 @@ def _check_reducible(call: _Request, why: ValueError) -> None:
         if not _is_reducible(source, dtype) and any(_is_reducible(source, d) for d in (torch.float32, torch.int32)):
             raise ValueError(
                 f"dtype must be one that {lowering.name} reduces with {source}, got {dtype}. Convert the "
-                f"tensor before it is redistributed from {tuple(call.current.placements)}: {why}"
+                f"tensor before it is redistributed from {tuple(call.current.placements)}: {error}"
             )
 
 
@@ -324,8 +328,8 @@ def _is_reducible(placement: Placement, dtype: torch.dtype) -> bool:
     return True
 
 
-def _recorded(call: _Request, executable: _runtime.Executable) -> contextlib.AbstractContextManager[Any]:
-    """Records the redistribute with DebugMode, as PyTorch's own function does."""
+def _debug_record(call: _Request, executable: _runtime.Executable) -> contextlib.AbstractContextManager[Any]:
+    """Returns a context in which DebugMode, if active, records the redistribute, as in PyTorch's function."""
     debug_mode = get_active_debug_mode()
     if debug_mode is None:
         return contextlib.nullcontext()

@@ -1,10 +1,10 @@
 """A fast path for repeated calls of `DTensor.redistribute`.
 
-PyTorch's method builds and hashes a target spec and enters an autograd function before it moves data; on CPU that
-takes several times as long as the rest of a small redistribute. The first call goes that way. Its target spec, its
-executable and the attributes of its autograd node are then cached under the source spec and the given placements, and
-later calls use them. Calls that a dispatch mode, a trace or a transform watches still take PyTorch's way, which leads
-to the drop-in. So does a backward that is itself differentiated.
+PyTorch's method builds and hashes a target spec and enters an autograd function before it moves data. On CPU this takes
+several times as long as the rest of a small redistribute. The first call runs PyTorch's method. Then the target spec,
+the executable and the attributes of the autograd node are cached by source spec and placements, and later calls use
+them. Calls under a dispatch mode, a trace or a transform always run PyTorch's method, which calls the drop-in's
+function (redistribute.py). So does a backward that is itself differentiated.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from .._native import _runtime
 from ..runtime import executables, groups
 from . import crossing, redistribute
-from .mode import mode_in_effect, takes_shortcut
+from .mode import allows_shortcut, mode_in_effect
 
-_SEQUENCES = (list, tuple)
-# Skips DTensor's __init__, which is slow and does nothing.
+_SEQUENCE_TYPES = (list, tuple)
+# Makes a DTensor without calling DTensor's __init__, which is slow and does nothing.
 _new_dtensor = functools.partial(DTensor.__new__, DTensor)
 
 
 class _CachedExecutable:
-    """The executable that is cached for a call, and the properties of inputs that may use it again."""
+    """The executable of a call, and the properties that the local tensor of another call must have to use it."""
 
     __slots__ = ("device", "dtype", "executable", "node", "target")
 
@@ -55,11 +55,11 @@ class _CachedExecutable:
         )
 
 
-_known: executables.PlanningCache[_CachedExecutable] = executables.PlanningCache(is_local=True)
+_cached: executables.PlanningCache[_CachedExecutable] = executables.PlanningCache(is_local=True)
 
 
-def method(original: Callable[..., DTensor]) -> Callable[..., DTensor]:
-    """Returns the replacement for `original`, DTensor's method, while the drop-in is on."""
+def make_method(original: Callable[..., DTensor]) -> Callable[..., DTensor]:
+    """Returns the method that replaces `original`, DTensor's method `redistribute`, while the drop-in is on."""
 
     @functools.wraps(original)
     def with_shortcut(
@@ -68,23 +68,23 @@ def method(original: Callable[..., DTensor]) -> Callable[..., DTensor]:
         placements: Any = None,
         *,
         async_op: bool = False,
-        **others: Any,
+        **options: Any,
     ) -> DTensor:
         if (
-            others
+            options
             or type(self) is not DTensor
-            or not isinstance(placements, _SEQUENCES)
-            or not takes_shortcut()
-            or not _runtime.is_plain_eager(False)
+            or not isinstance(placements, _SEQUENCE_TYPES)
+            or not allows_shortcut()
+            or not _runtime.nothing_watches(False)
             or forward_ad._current_level >= 0
             or not (device_mesh is None or device_mesh is self.device_mesh)
         ):
-            if device_mesh is not None and mode_in_effect().on and crossing.leads_to_another_mesh(self, device_mesh):
+            if device_mesh is not None and mode_in_effect().on and crossing.is_other_mesh(self, device_mesh):
                 make_groups = mode_in_effect().make_groups
                 return crossing.redistribute(
-                    self, device_mesh, placements, async_op=async_op, make_groups=make_groups, **others
+                    self, device_mesh, placements, async_op=async_op, make_groups=make_groups, **options
                 )
-            return original(self, device_mesh, placements, async_op=async_op, **others)
+            return original(self, device_mesh, placements, async_op=async_op, **options)
         is_tracked = self.requires_grad
         if is_tracked:
             if torch.is_inference_mode_enabled():
@@ -92,7 +92,7 @@ def method(original: Callable[..., DTensor]) -> Callable[..., DTensor]:
             is_tracked = torch.is_grad_enabled()
         spec, local = self._spec, self._local_tensor
         key = (spec, tuple(placements), async_op if is_tracked else None, groups.key_of_mesh(spec.mesh))
-        cached = _known.get(key)
+        cached = _cached.get(key)
         if cached is not None and cached.accepts(local):
             if is_tracked:
                 result: DTensor = Redistribute.apply(self, cached, async_op)  # type: ignore[no-untyped-call]
@@ -101,22 +101,22 @@ def method(original: Callable[..., DTensor]) -> Callable[..., DTensor]:
                 executables.run_cached(cached.executable, local, async_op), cached.target, requires_grad=False
             )
         result = original(self, device_mesh, placements, async_op=async_op)
-        node = _saved(result) if is_tracked else {}
-        executable = None if node is None else redistribute.find(local, spec, result._spec)
+        node = _saved_attributes(result) if is_tracked else {}
+        executable = None if node is None else redistribute.find_cached(local, spec, result._spec)
         if executable is not None and node is not None:
-            _known.put(key, _CachedExecutable(result._spec, executable, local, node))
+            _cached.put(key, _CachedExecutable(result._spec, executable, local, node))
         return result
 
     return with_shortcut
 
 
-def forget() -> None:
+def clear() -> None:
     """Empties the cache."""
-    _known.clear()
+    _cached.clear()
 
 
 class Redistribute(torch_redistribute.Redistribute):
-    """A subclass of PyTorch's autograd function of this name, for cached calls."""
+    """The autograd function of cached calls. A subclass of PyTorch's, whose backward it uses for uncached gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: DTensor, cached: _CachedExecutable, async_op: bool) -> DTensor:  # type: ignore[override]
@@ -128,7 +128,7 @@ class Redistribute(torch_redistribute.Redistribute):
     @staticmethod
     def backward(ctx: Any, gradient: DTensor) -> tuple[DTensor, None, None]:  # type: ignore[override]
         if (
-            not redistribute.is_in_place()  # the drop-in was disabled, so PyTorch runs the backward
+            not redistribute.is_installed()  # the drop-in was disabled, so PyTorch runs the backward
             or type(gradient) is not DTensor
             or torch.is_grad_enabled()  # the backward is itself differentiated
             or gradient.dtype is not ctx._shardwright_dtype
@@ -137,18 +137,18 @@ class Redistribute(torch_redistribute.Redistribute):
             return torch_redistribute.Redistribute.backward(ctx, gradient)[0], None, None
         spec, local = gradient._spec, gradient._local_tensor
         key = (spec, ctx.current_spec, ctx.async_op, "backward", groups.key_of_mesh(spec.mesh))
-        cached = _known.get(key)
+        cached = _cached.get(key)
         if cached is not None and cached.accepts(local):
             output = executables.run_cached(cached.executable, local, ctx.async_op)
             return _new_dtensor(output, cached.target, requires_grad=gradient.requires_grad), None, None
         result = torch_redistribute.Redistribute.backward(ctx, gradient)[0]
-        executable = redistribute.find(local, spec, result._spec)
+        executable = redistribute.find_cached(local, spec, result._spec)
         if executable is not None:
-            _known.put(key, _CachedExecutable(result._spec, executable, local, {}))
+            _cached.put(key, _CachedExecutable(result._spec, executable, local, {}))
         return result, None, None
 
 
-def _saved(result: DTensor) -> dict[str, Any] | None:
+def _saved_attributes(result: DTensor) -> dict[str, Any] | None:
     """Returns the attributes that PyTorch's autograd function saved on its node, or None for any other node."""
     node = result.grad_fn
     if node is None or node.name() != "RedistributeBackward":

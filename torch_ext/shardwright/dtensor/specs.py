@@ -53,27 +53,29 @@ def row_major_spec(
 def _row_major_spec(
     mesh: DeviceMesh, _: Hashable, layout: _planner.Layout, placements: tuple[Placement, ...] | None
 ) -> DTensorSpec:
-    """`row_major_spec`, cached by the mesh's process groups too (`_`)."""
+    """Does the work of `row_major_spec`. `_` is the key of the mesh's process groups, by which results are cached."""
     stride = make_contiguous_strides_for(layout.shape)
     meta = TensorMeta(torch.Size(layout.shape), tuple(stride), getattr(torch, layout.dtype))
     return DTensorSpec(mesh, placements or tuple(map(placement_of, layout.placements)), tensor_meta=meta)
 
 
-_CUT = re.compile(r"S\((\d+)\)|SS\((\d+),(\d+)\)")  # S(dim) or SS(dim,split factor)
+_SHARD = re.compile(r"S\((\d+)\)|SS\((\d+),(\d+)\)")  # S(dim) or SS(dim,split factor)
 
 
 def placement_of(text: str) -> Placement:
     """Returns torch's placement for the text of a Layout's placement. Any pending reduction becomes a sum."""
-    cut = _CUT.fullmatch(text)
+    cut = _SHARD.fullmatch(text)
     if cut is None:
         return Partial() if text.startswith("P") else Replicate()
     return _StridedShard(int(cut[2]), split_factor=int(cut[3])) if cut[1] is None else Shard(int(cut[1]))
 
 
 def spec_of_layout(layout: _planner.Layout, like: DTensorSpec, meta: TensorMeta | None) -> DTensorSpec | None:
-    """Returns the spec of a layout, with mesh and pending reductions of `like`. None if DTensor has no such spec.
+    """Returns the spec of a layout, with the mesh and the pending reductions of `like`. None if DTensor has no such
+    spec.
 
-    Sets `use_strided_shard_as_shard_order` if the split factors encode a shard order.
+    The spec encodes a shard order in split factors, and then has `use_strided_shard_as_shard_order`. Example: order
+    [tp, dp] on a mesh (dp=2, tp=4): tp cuts before dp although dp is the earlier mesh dim, so dp gets split factor 4.
     """
     if not layout.mesh.has_same_ranks(Mesh(like.mesh)) or not _planner.is_known_to_dtensor(layout):
         return None

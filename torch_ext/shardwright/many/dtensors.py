@@ -46,7 +46,7 @@ def _item(i: int, entry: Any) -> _Item:
         raise argument_error("items", f"{_ITEMS}, or have no DTensors", f"{entry!r:.80} as item {i}")
     x, placements, mesh = (*entry, None)[:3]
     argument_checks.check_device_mesh(f"items[{i}]: mesh", mesh)
-    mesh = x.device_mesh if mesh is None or not crossing.leads_to_another_mesh(x, mesh) else mesh
+    mesh = x.device_mesh if mesh is None or not crossing.is_other_mesh(x, mesh) else mesh
     placements = argument_checks.placements_of(placements, mesh.ndim)
     if mesh is x.device_mesh and tuple(placements) == x.placements:
         return _Item(x, x._spec, x._spec)
@@ -144,7 +144,7 @@ def _parts(
         local = x._local_tensor if source.mesh.get_coordinate() is not None else None
         src, dst = _layout(source, ranks), _layout(target, ranks)
         if source is not target and local is not None:
-            masks.apply(local, filter(masks.is_masked, source.placements))
+            masks.apply_masks(local, filter(masks.is_masked, source.placements))
         if dst.has_pending and src != dst:  # a batch has no pending results
             assert local is not None
             ends = layout_of(masks.without_masks(source)), layout_of(target)

@@ -163,7 +163,7 @@ def _plan_in_graph(function: str, weights: int, scales: int, metas: Sequence[Any
     - the placements of the operand's gradient, if the operand is a DTensor
     """
 
-    guards.mark()
+    guards.mark_graph()
 
     def plan(x: Any, *others: Any) -> Planned:
         end = len(others) - scales

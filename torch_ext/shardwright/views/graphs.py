@@ -110,7 +110,7 @@ def _view(
     """Returns (error or None, arguments of the redistribute or None, shape of the part, attribute of its layout)."""
     from ..graph import operators
 
-    guards.mark()
+    guards.mark_graph()
     with unset_fake_temporarily():
         try:
             rank = parts.checked_rank(local_shape, layout, group)

@@ -85,7 +85,7 @@ def _planning() -> contextlib.AbstractContextManager[None]:
     """Returns a context in which operations on layouts and meshes are not traced."""
     if _runtime.is_plain_eager(True):
         return contextlib.nullcontext()
-    guards.mark()
+    guards.mark_graph()
     return _disable_current_modes()
 
 
