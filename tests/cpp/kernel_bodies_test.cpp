@@ -128,41 +128,106 @@ TEST(KernelBodies, CopiesMatchPlainLoops) {
 }
 
 // Memory beyond the range of 32-bit addresses, of which only touched pages exist.
+template <typename Item>
 class SparseMemory {
  public:
-  explicit SparseMemory(size_t bytes)
-      : bytes_(bytes),
-        data_(mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0)) {}
+  explicit SparseMemory(int64_t items)
+      : bytes_(static_cast<size_t>(items) * sizeof(Item)),
+        data_(mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0)) {}
   ~SparseMemory() {
     if (exists()) munmap(data_, bytes_);
   }
   SparseMemory(const SparseMemory&) = delete;
   SparseMemory& operator=(const SparseMemory&) = delete;
   bool exists() const { return data_ != MAP_FAILED; }
-  uint16_t* items() const { return static_cast<uint16_t*>(data_); }
+  Item* items() const { return static_cast<Item*>(data_); }
 
  private:
   size_t bytes_;
   void* data_;
 };
 
-TEST(KernelBodies, OffsetsMayExceed32Bits) {
-  constexpr int64_t kFar = (int64_t{1} << 32) + 3;  // items
-  const SparseMemory src(size_t{2} * (3 * kFar));
-  const SparseMemory dst(size_t{2} * (2 * kFar));
+constexpr int64_t kFar = (int64_t{1} << 32) + 3;  // an offset beyond 32 bits, in items
+
+// Copies two far rows of one box, or of as many boxes as there are columns, to far rows.
+template <typename Item>
+void check_far_copy(int64_t columns, bool is_one_box, bool by_table) {
+  const SparseMemory<Item> src(3 * kFar);
+  const SparseMemory<Item> dst(3 * kFar);
+  if (!src.exists() || !dst.exists()) GTEST_SKIP() << "so much address space cannot be had";
+  const int64_t first_src = kFar - 1;
+  const int64_t first_dst = kFar + 1;
+  std::vector<Box> boxes;
+  for (int64_t j = 0; j < (is_one_box ? 1 : columns); ++j) {
+    Box box;
+    box.sizes = {2, is_one_box ? columns : 1};
+    box.src_strides = box.dst_strides = {kFar, 1};
+    box.src_offset = first_src + j;
+    box.dst_offset = first_dst + j;
+    boxes.push_back(box);
+  }
+  for (int64_t i = 0; i < 2; ++i) {
+    for (int64_t j = 0; j < columns; ++j) src.items()[first_src + i * kFar + j] = static_cast<Item>(i * 101 + j);
+  }
+  run_grids(StridedCopy(boxes, sizeof(Item)), src.items(), dst.items(), by_table);
+  for (int64_t i = 0; i < 2; ++i) {
+    for (int64_t j = 0; j < columns; ++j) {
+      ASSERT_EQ(dst.items()[first_dst + i * kFar + j], static_cast<Item>(i * 101 + j)) << "row " << i << ", item " << j;
+    }
+  }
+}
+
+TEST(KernelBodies, CopiesOfFarItems) {
+  for (const bool by_table : {false, true}) {
+    check_far_copy<uint8_t>(700, true, by_table);
+    check_far_copy<uint16_t>(700, true, by_table);
+    check_far_copy<uint64_t>(700, true, by_table);
+    check_far_copy<float>(200, false, by_table);  // more boxes than kernel arguments hold
+  }
+}
+
+// A copy of more than 2^32 words, in boxes of fewer than 2^31. Runs the thread blocks around multiples of 2^31 words.
+TEST(KernelBodies, CopiesOfMoreThan32BitsOfWords) {
+  constexpr int64_t kWords = kFar + 5000;
+  const SparseMemory<uint8_t> src(kWords + 1);
+  const SparseMemory<uint8_t> dst(kWords + 1);
   if (!src.exists() || !dst.exists()) GTEST_SKIP() << "so much address space cannot be had";
   Box box;
-  box.sizes = {2, 700};
-  box.src_strides = {kFar, 1};
-  box.src_offset = kFar - 1;
-  box.dst_strides = {700, 1};
-  box.dst_offset = kFar;
-  for (int64_t i = 0; i < 2; ++i) {
-    for (int64_t j = 0; j < 700; ++j) src.items()[box.src_offset + i * kFar + j] = static_cast<uint16_t>(i * 1000 + j);
-  }
-  run_grids(StridedCopy({box}, 2), src.items(), dst.items(), false);
-  for (int64_t i = 0; i < 2; ++i) {
-    for (int64_t j = 0; j < 700; ++j) ASSERT_EQ(dst.items()[kFar + i * 700 + j], i * 1000 + j);
+  box.sizes = {kWords};
+  box.src_strides = box.dst_strides = {1};
+  box.src_offset = 1;  // an odd offset, so that words are single bytes
+  const StridedCopy copy({box}, 1);
+  const std::vector<WordBoxes>& all = copy.at(src.items(), dst.items());
+  ASSERT_EQ(all.size(), 1u);
+  const WordBoxes& boxes = all.front();
+  ASSERT_EQ(boxes.words(), kWords);
+  const auto count = static_cast<int64_t>(boxes.boxes.size());
+  ASSERT_GE(count, 3);
+  ASSERT_LE(count, 8);
+  InlineTable<8> inlined;
+  std::copy(boxes.boxes.begin(), boxes.boxes.end(), inlined.boxes);
+  std::copy(boxes.first_word.begin(), boxes.first_word.end(), inlined.first_word);
+  const std::vector<uint8_t> packed = pack_table(boxes, kWordsPerBlock);
+  std::vector<uint64_t> memory((packed.size() + 7) / 8);
+  std::memcpy(memory.data(), packed.data(), packed.size());
+  const BoxTable table = table_at(memory.data(), boxes);
+  const int64_t last = copy_blocks(kWords) - 1;
+  for (const bool by_table : {false, true}) {
+    for (const int64_t block : {int64_t{1} << 21, (int64_t{1} << 21) - 1, int64_t{1} << 22, last - 1, last}) {
+      const int64_t begin = block * kWordsPerBlock;
+      const int64_t end = std::min(begin + kWordsPerBlock, kWords);
+      for (int64_t w = begin; w < end; ++w) {
+        src.items()[1 + w] = static_cast<uint8_t>(w % 251 + 1 + by_table);
+        dst.items()[w] = 0;
+      }
+      for (int thread = kCopyThreads; thread-- > 0;) {
+        by_table ? copy_table_words(block, thread, table, src.items(), dst.items())
+                 : copy_inline_words(block, thread, inlined, count, src.items(), dst.items());
+      }
+      for (int64_t w = begin; w < end; ++w) {
+        ASSERT_EQ(dst.items()[w], static_cast<uint8_t>(w % 251 + 1 + by_table)) << "word " << w;
+      }
+    }
   }
 }
 
@@ -219,6 +284,50 @@ TEST(KernelBodies, RowSumsMatchPlainLoops) {
   }
 }
 
+// Computes the last two of so many sums that the table has more than 2^32 entries, from the first row and from the last
+// one of more than 2^32 elements.
+void check_far_sums(int64_t columns, int64_t width) {
+  const int64_t num_sums = kFar / columns + 2;
+  const int64_t num_rows = kFar / width + 2;
+  const SparseMemory<float> rows(num_rows * width);
+  const SparseMemory<int64_t> table(num_sums * columns);
+  const SparseMemory<float> weights(num_sums * columns);
+  const SparseMemory<float> out(num_sums * width);
+  if (!rows.exists() || !table.exists() || !weights.exists() || !out.exists()) {
+    GTEST_SKIP() << "so much address space cannot be had";
+  }
+  for (int64_t i = 0; i < width; ++i) {
+    rows.items()[i] = static_cast<float>(i);
+    rows.items()[(num_rows - 1) * width + i] = static_cast<float>(1000 + i);
+  }
+  for (int64_t m = num_sums - 2; m < num_sums; ++m) {
+    for (int64_t j = 0; j < columns; ++j) {
+      table.items()[m * columns + j] = j == 0 ? num_rows - 1 : j == 1 ? -1 : 0;
+      weights.items()[m * columns + j] = static_cast<float>(j + 2);
+    }
+  }
+  for (const bool has_weights : {false, true}) {
+    const RowSums<float, float> sums{rows.items(), table.items(), has_weights ? weights.items() : nullptr,
+                                     out.items(),  num_sums,      columns,
+                                     width,        width};
+    for (int64_t block = sums.num_blocks() - 2 * sums.blocks_per_row(); block <= sums.num_blocks(); ++block) {
+      for (int thread = sums.kThreads; thread-- > 0;) sums.run<float>(block, thread);
+    }
+    for (int64_t m = num_sums - 2; m < num_sums; ++m) {
+      for (int64_t i = 0; i < width; ++i) {
+        float expected = static_cast<float>(1000 + i) * (has_weights ? 2 : 1);
+        for (int64_t j = 2; j < columns; ++j) expected += static_cast<float>(i * (has_weights ? j + 2 : 1));
+        ASSERT_EQ(out.items()[m * width + i], expected) << "sum " << m << ", element " << i;
+      }
+    }
+  }
+}
+
+TEST(KernelBodies, RowSumsOfFarRows) {
+  check_far_sums(3, 300);
+  check_far_sums(1, 1);
+}
+
 template <typename Item, int kItems, typename Combine>
 void check_reduction(int num_parts, int64_t num_words, double divisor) {
   std::mt19937 random(static_cast<unsigned>(num_parts * 7 + num_words));
@@ -262,6 +371,46 @@ TEST(KernelBodies, ReductionsMatchPlainLoops) {
   EXPECT_EQ(MaxOfTwo()(1.0, 2.0), 2);
   const double nan = std::nan("");
   EXPECT_TRUE(std::isnan(MinOfTwo()(nan, 2.0)) && std::isnan(MaxOfTwo()(1.0, nan)));
+}
+
+// Reduces the last words of parts of more than 2^32 words.
+template <int kItems>
+void check_far_reduction() {
+  constexpr int64_t kWords = kFar;
+  constexpr int kParts = 3;
+  const SparseMemory<float> first(kWords * kItems);
+  const SparseMemory<float> second(kWords * kItems);
+  const SparseMemory<float> third(kWords * kItems);
+  const SparseMemory<float> sum((kWords + kReduceThreads) * kItems);
+  ReducedParts<float> parts{};
+  int m = 0;
+  for (const SparseMemory<float>* each : {&first, &second, &third}) {
+    if (!each->exists() || !sum.exists()) GTEST_SKIP() << "so much address space cannot be had";
+    parts.at[m++] = each->items();
+  }
+  const int64_t blocks = reduce_blocks(kWords);
+  const int64_t begin = (blocks - 2) * kReduceThreads * kItems;
+  for (int64_t i = begin; i < kWords * kItems; ++i) {
+    first.items()[i] = 1;
+    second.items()[i] = static_cast<float>(i - begin);
+    third.items()[i] = 0.5f;
+  }
+  for (int64_t block = blocks - 2; block < blocks; ++block) {
+    for (int thread = kReduceThreads; thread-- > 0;) {
+      reduce_word<float, kItems, SumOfTwo>(block, thread, parts, kParts, kWords, 2, sum.items());
+    }
+  }
+  for (int64_t i = begin; i < kWords * kItems; ++i) {
+    ASSERT_EQ(sum.items()[i], (1.5f + static_cast<float>(i - begin)) / 2) << "element " << i;
+  }
+  for (int64_t i = kWords * kItems; i < (kWords + kReduceThreads) * kItems; ++i) {
+    ASSERT_EQ(sum.items()[i], 0) << "written behind the result";
+  }
+}
+
+TEST(KernelBodies, ReductionsOfFarElements) {
+  check_far_reduction<1>();
+  check_far_reduction<4>();
 }
 
 }  // namespace
