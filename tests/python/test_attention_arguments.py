@@ -39,6 +39,8 @@ def _invalid_arguments() -> None:
         (lambda: attend(layout="S(1)"), f"layout {layouts} 'S.1.'"),
         (lambda: attend(layout=Shard(1)), f"layout {layouts} Shard.dim=1."),
         (lambda: attend(layout="R"), f"layout {layouts} 'R'"),
+        (lambda: attend(dropout_p=0.1), "dropout_p must be 0, got 0.1"),
+        (lambda: sw.attention.explain(local, local, local, size=SIZE, dropout_p=1), "dropout_p must be 0, got 1"),
         (lambda: move("zag", "zigzag"), f"src {layouts} 'zag'"),
         (lambda: move("zigzag", Shard(0)), f"dst {layouts} Shard.dim=0."),
         (lambda: move("zigzag", "whole", dim=4), r"dim must be in \[-4, 3\], got 4"),
