@@ -67,10 +67,10 @@ def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(x).float().square().mean()
 
 
-def whole_loss(model: nn.Module, step: int) -> torch.Tensor:
+def whole_loss(model: nn.Module, step: int, width: int = 10) -> torch.Tensor:
     """Returns the mean loss over the batches of all ranks, for an unsharded model."""
     world = dist.get_world_size()
-    losses = [loss_of(model, batch(step, rank)) for rank in range(world)]
+    losses = [loss_of(model, batch(step, rank, width)) for rank in range(world)]
     return torch.stack(losses).mean()
 
 

@@ -16,7 +16,18 @@ from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import shardwright as sw
-from fsdp_models import Mlp, agreement_bytes, batch, flat_fully_shard, full, loss_of, part, shard, without_packing
+from fsdp_models import (
+    Mlp,
+    agreement_bytes,
+    batch,
+    flat_fully_shard,
+    full,
+    loss_of,
+    part,
+    shard,
+    whole_loss,
+    without_packing,
+)
 from meshes import get_mesh
 from pool import Pool
 
@@ -324,6 +335,52 @@ def _tensor_parallel() -> None:
 
 def test_tensor_parallel_weights_have_scales_of_the_full_weight(pool: Pool) -> None:
     pool.run(_tensor_parallel, 4)
+
+
+class FrozenCodes(nn.Module):
+    """A layer with frozen parameters whose dtypes cannot be averaged, such as the codes of a quantized weight."""
+
+    DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool, torch.float8_e4m3fn)
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(6, 6)
+        self.codes = nn.Linear(6, 5, bias=False)  # computed with, but not called
+        values = [torch.randint(0, 9, (5, 6), dtype=torch.uint8)]
+        values += [torch.randint(0, 9, (5,)).to(dtype) for dtype in self.DTYPES]
+        self.codes.weight = nn.Parameter(values[0], requires_grad=False)
+        for i, value in enumerate(values[1:]):
+            self.register_parameter(f"frozen{i}", nn.Parameter(value, requires_grad=False))
+        self.values = [value.clone() for value in values]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        frozen = [self.codes.weight, *(getattr(self, f"frozen{i}") for i in range(len(self.DTYPES)))]
+        for parameter, value in zip(frozen, self.values, strict=True):
+            assert parameter.dtype == value.dtype
+            assert torch.equal(parameter.view(torch.uint8), value.view(torch.uint8))
+        hidden = nn.functional.linear(self.linear(x), frozen[0].to(x.dtype))
+        return hidden * sum(parameter.to(x.dtype) for parameter in frozen[1:])
+
+
+def _frozen_codes(mesh_shape: tuple[int, ...], arguments: dict[str, Any]) -> None:
+    unsharded = FrozenCodes()
+    model = flat_fully_shard(FrozenCodes(), mesh=get_mesh(mesh_shape), **arguments)
+    for step in range(4):
+        model.zero_grad()
+        unsharded.zero_grad()
+        loss_of(model, batch(step, width=6)).backward()
+        whole_loss(unsharded, step, width=6).backward()
+        for p, q in zip(model.parameters(), unsharded.parameters(), strict=True):
+            assert p.dtype == q.dtype and p.requires_grad == q.requires_grad and (p.grad is None) == (q.grad is None)
+            if q.grad is not None:
+                torch.testing.assert_close(full(p.grad), q.grad)
+
+
+@pytest.mark.parametrize("mesh_shape", [(1,), (2,), (2, 2)], ids=str)
+@pytest.mark.parametrize("arguments", [{}, {"chunked": True}, {"reshard_after_forward": False}], ids=str)
+def test_frozen_weights_have_any_dtype(pool: Pool, mesh_shape: tuple[int, ...], arguments: dict[str, Any]) -> None:
+    pool.run(_frozen_codes, math.prod(mesh_shape), mesh_shape, arguments)
 
 
 def _invalid_formats() -> None:

@@ -38,7 +38,7 @@ from ..layouts.layout import Layout
 from ..matmul.running import Call, Where, bind
 from ..runtime import checking, executables
 from ..runtime.agreement import MeshWords, Statement
-from .formats import with_dtype
+from .layouts import has_arithmetic
 from .units import Unit, gather_cost, gradient_bytes, is_in_backward, reduce_cost, use_bytes
 from .weights import Weight
 
@@ -220,8 +220,7 @@ class ChunkedUnit:
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
-        found = [_chunked_weight_of(weight) for weight in unit.weights]
-        self.weights = [each for each in found if each is not None]
+        self.weights = [each for weight in unit.weights if (each := _chunked_weight_of(weight)) is not None]
         self._had_gradient: set[int] = set()  # indices of the weights with a full gradient at the last `new_gradients`
 
     def schedule_entry(
@@ -369,10 +368,10 @@ def _chunked_weight_of(weight: Weight) -> ChunkedWeight | None:
     Returns None unless one `nn.Linear` has it, it is sharded by rows, and it is gathered without a conversion.
     """
     module, name = weight.owners[0]
-    if len(weight.owners) > 1 or name != "weight" or not is_linear(module):
+    if len(weight.owners) > 1 or name != "weight" or not is_linear(module) or not has_arithmetic(weight.memory.dtype):
         return None
     is_plain = not isinstance(weight.unsharded, DTensor) and not weight.is_replicated and weight.kept is None
-    if not is_plain or weight.extension is not None or weight.gather.buffers(weight.use):
+    if not is_plain or weight.extension is not None or weight.gather.buffers(weight.use) or weight.memory.is_complex():
         return None
     if weight._gather_source.device != weight.memory.device or set(weight.shards.placements) - {"R", "S(0)"}:
         return None
@@ -384,9 +383,9 @@ def _chunked_weight_of(weight: Weight) -> ChunkedWeight | None:
 def _reduction_of(weight: Weight) -> _planner.Plan | None:
     """Returns the plan that reduces a weight's gradient in chunks; None if only a full gradient can be reduced."""
     dtypes = weight.gradients.dtypes
-    if not dtypes.use == dtypes.reduce == dtypes.gradients:
+    if not weight.reductions or not dtypes.use == dtypes.reduce == dtypes.gradients:
         return None
-    src, dst = with_dtype(weight.layouts.usual_gradient, dtypes.use), with_dtype(weight.store, dtypes.use)
+    _, (src, dst) = weight.reductions[0]
     plan = executables.make_plan(src, dst, weight.memory.device.type)
     matmul = _weight_gradient_matmul(plan, 1, False)
     return None if matmul.why_only_serial is not None or plan.steps[0].op != "reduce_scatter" else plan

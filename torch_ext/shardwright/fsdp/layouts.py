@@ -221,6 +221,11 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def has_arithmetic(dtype: torch.dtype) -> bool:
+    """Returns true for floating and complex dtypes, except those of one byte, which have no sums and products."""
+    return dtype.is_complex or (dtype.is_floating_point and dtype.itemsize > 1)
+
+
 def empty(layout: Layout, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Returns uninitialized memory for this rank's tensor of a layout."""
     return torch.empty(layout.local_shape(dist.get_rank()), dtype=dtype, device=device)

@@ -421,8 +421,7 @@ def gather_cost(weights: Sequence[Weight]) -> packing.Cost:
 
 def reduce_cost(weights: Sequence[Weight]) -> packing.Cost:
     """Returns the predicted cost to reduce the gradients of weights of a unit together."""
-    trained = (weight for weight in weights if weight.sharded.requires_grad)
-    return packing.cost_of([each for weight in trained for each in weight.reductions])
+    return packing.cost_of([each for weight in weights if weight.sharded.requires_grad for each in weight.reductions])
 
 
 def use_bytes(weights: Sequence[Weight]) -> int:

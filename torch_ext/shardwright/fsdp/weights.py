@@ -28,7 +28,7 @@ from . import extensions, moves, offload
 from .formats import Dtypes, with_dtype
 from .gather import Move, ScaleRequest, WeightGather
 from .gradients import GradientMixin, Gradients
-from .layouts import Layouts, empty, local_of, most_bytes
+from .layouts import Layouts, empty, has_arithmetic, local_of, most_bytes
 from .moves import Moves
 from .packing import Pair, aligned
 
@@ -145,14 +145,15 @@ class Weight(GradientMixin):
 
     def _set_pairs(self, dtypes: Dtypes) -> None:
         """Sets the source and target layouts of gathers and reductions, from which their cost is predicted."""
-        sent = dtypes.gradients
-        gradient = with_dtype(self.layouts.usual_gradient, sent), with_dtype(self.store, sent)
         # The moves of a gather from the shards, and of a gather from the kept copy, if there is one.
         self._pairs = [] if self.is_replicated else self.gather.pairs(self.use)
         self.gathers = [(self.moves, pair) for pair in self._pairs]
         copies: list[Pair] = [] if self.kept is None or self._kept_pair is None else [self._kept_pair]
         self.gathers_from_kept = [(self.moves, pair) for pair in copies] or self.gathers
-        self.reductions = [(self.moves, gradient)]  # of a gradient with the placements of the weight in use
+        self.reductions: list[tuple[Moves, Pair]] = []  # of a gradient with the placements of the weight in use
+        if self.sharded.requires_grad or has_arithmetic(self._dtype):  # frozen weights may be integers or float8
+            gradient = with_dtype(self.layouts.usual_gradient, dtypes.gradients)
+            self.reductions.append((self.moves, (gradient, with_dtype(self.store, dtypes.gradients))))
 
     def _set_full(self, full: torch.Tensor) -> None:
         """Makes a tensor in layout `use` the parameter `unsharded`, and watches its gradients."""
@@ -223,8 +224,7 @@ class Weight(GradientMixin):
     @property
     def owners(self) -> list[tuple[nn.Module, str]]:
         """The modules that have the parameter, and its name in each."""
-        found = ((reference(), name) for reference, name in self._owners)
-        return [(module, name) for module, name in found if module is not None]
+        return [(module, name) for reference, name in self._owners if (module := reference()) is not None]
 
     @property
     def current(self) -> nn.Parameter:
