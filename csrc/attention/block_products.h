@@ -31,7 +31,8 @@ class SequenceBlocks {
   SequenceBlocks(std::vector<SequenceBlock> blocks, int64_t num_ranks);
   // Returns the blocks of a sequence that every rank holds in full, one after the other.
   static SequenceBlocks whole(std::vector<SequenceBlock> blocks, int64_t num_ranks);
-  // Returns the same blocks for fewer ranks: each joins `count` consecutive ranks, whose rows follow each other.
+  // Returns the same blocks for fewer ranks: each new rank joins `count` consecutive ranks, whose rows follow each
+  // other.
   SequenceBlocks joined(int64_t count) const;
 
   const SequenceBlock& operator[](int index) const { return blocks_[index]; }
@@ -44,6 +45,7 @@ class SequenceBlocks {
   std::vector<std::vector<int>> by_rank_;
 };
 
+// The blocks of queries and of keys, and the pairs of them that are multiplied. Blocks are given by their numbers.
 class BlockProducts {
  public:
   explicit BlockProducts(const Attention& attention);
@@ -53,6 +55,7 @@ class BlockProducts {
   const SequenceBlocks& queries() const { return queries_; }
   const SequenceBlocks& keys() const { return keys_; }
 
+  // Return the visible pairs of a block of queries and a block of keys.
   Band band(int queries, int keys) const;
   BlockShape shape(int queries, int keys) const;
   bool overlap(int queries, int keys) const { return shape(queries, keys) != BlockShape::kSkip; }

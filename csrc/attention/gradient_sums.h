@@ -22,6 +22,7 @@
 
 namespace shardwright {
 
+// True if sums are by token.
 inline bool sums_by_token(const Attention& attention) { return attention.chunks > 0 && !attention.keys_are_whole; }
 inline HeadSharing sharing_in_backward(const Attention& attention) {
   return sums_by_token(attention) ? HeadSharing::kWholeHeadsOfKeys : HeadSharing::kAll;
@@ -54,7 +55,8 @@ class GradientSums {
   // Sets the memory of a sum within its message. It must begin as zeros.
   void begin(const ReturnedSums::Sum& sum);
 
-  // Returns the memory to which the product of `block` and `other` must add its contribution.
+  // Returns the memory to which the product of `block` and `other` must add its contribution: the total for sums by
+  // rank, else new memory with zeros, or that of begin().
   BlockGradients sum_for(int block, int other);
   // Must be called once that product was emitted.
   void added(int block, int other);
@@ -70,8 +72,11 @@ class GradientSums {
     MergeTree<BlockGradients> tree;
   };
 
+  // Returns the state of a block, which is made on first use.
   Block& of(int block);
+  // Adds the sum of a tree node, and emits all merges that have become possible.
   void add(int block, TreeNode node, const BlockGradients& sum);
+  // Emits to += from.
   void accumulate(int block, const BlockGradients& from, const BlockGradients& to);
 
   AttentionWriter& writer_;
@@ -84,7 +89,8 @@ class GradientSums {
 ReturnedSums returned_sums(AttentionWriter& writer, int64_t owner, int64_t by, int64_t heads);
 
 // Returns the pairs (queries, keys) of blocks that overlap, in the order in which their products are computed: for sums
-// by rank, by block of queries; for sums by token, along a Z-order curve, so that few sums wait to be merged.
+// by rank, by block of queries; for sums by token, along a Z-order curve, so that few sums wait to be merged. The curve
+// for 4 causal blocks is 00 10 11 20 21 30 31 22 32 33, where 21 is block 2 of queries with block 1 of keys.
 std::vector<std::pair<int, int>> pairs_in_order(const AttentionWriter& writer, const std::vector<int>& queries,
                                                 const std::vector<int>& keys);
 

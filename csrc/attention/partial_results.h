@@ -11,6 +11,7 @@
 
 namespace shardwright {
 
+// The partial results of one rank. A partial result is in one buffer: the output of all rows, then their lse.
 class PartialResults {
  public:
   // `share` is the heads that this rank computes.
@@ -29,8 +30,9 @@ class PartialResults {
   void store(int queries, int64_t row, const HeadsTensor& out, const HeadsTensor& lse, int64_t first_head);
 
  private:
+  // Returns the tree of a block of queries, which is made on first use.
   MergeTree<BufferId>& tree(int queries);
-  // A partial result is one buffer: the output of all rows, then their lse.
+  // Return the output, the lse, or both from this head on, of the partial result in a buffer.
   HeadsTensor out_in(BufferId buffer, int queries) const;
   HeadsTensor lse_in(BufferId buffer, int queries) const;
   Partial partial(BufferId buffer, int queries, int64_t head) const;

@@ -54,10 +54,10 @@ struct AttentionWriter {
 
   Attention attention;
   BlockProducts products;
-  std::shared_ptr<ProgramBuilder> written;
+  std::shared_ptr<ProgramBuilder> written;  // owns `builder`; shared by all writers of one program
   ProgramBuilder& builder;
-  MeshPtr mesh;
-  MeshDimSet mesh_dims;
+  MeshPtr mesh;                         // of all ranks of the program
+  MeshDimSet mesh_dims;                 // along which the ranks that share the sequence differ
   std::vector<int64_t> mesh_positions;  // position on `mesh` of each rank that shares the sequence
   int64_t me;                           // this rank's position among them
   int64_t num_ranks;                    // number of ranks that share the sequence
@@ -112,6 +112,7 @@ struct KeyRows {
   bool are_all = false;              // all rows of the owner, in their order
   std::map<int, int64_t> first_row;  // by block
 };
+// Returns the rows of the owner's keys that rank `by` needs.
 KeyRows needed_rows(const AttentionWriter& writer, int64_t owner, int64_t by);
 // Returns all rows of this rank's keys, as in its local tensors.
 KeyRows own_rows(const AttentionWriter& writer);
@@ -140,6 +141,7 @@ class KeyExchange {
   const KeyValues& arrived(int64_t distance) const { return arrived_.at(distance); }
 
  private:
+  // Returns the number of elements of k and v in these rows.
   int64_t elements(const KeyRows& rows) const;
 
   AttentionWriter& writer_;
@@ -190,9 +192,13 @@ int64_t num_heads(const HeadShare& share, HeadKind kind);
 // no heads.
 enum class HeadSharing : uint8_t { kAll, kWholeHeadsOfKeys };
 
+// Returns the share of a rank that computes all heads.
 HeadShare all_heads(const Attention& attention);
 // Returns the share of rank `index` of `count` ranks. If there are at least `count` heads of keys, shares are of heads
-// of keys with all their heads of queries.
+// of keys with all their heads of queries. With 8 heads of queries, 2 heads of keys and 4 ranks:
+//
+//   kAll               ranks 0 to 3 have the queries [0, 2), [2, 4), [4, 6) and [6, 8); two ranks read each head of
+//   keys kWholeHeadsOfKeys  rank 1 has the queries [0, 4) and rank 3 has [4, 8); ranks 0 and 2 have none
 HeadShare share_of_heads(const Attention& attention, int64_t index, int64_t count, HeadSharing sharing);
 
 }  // namespace shardwright
