@@ -7,6 +7,8 @@
 namespace shardwright {
 namespace {
 
+// Writes the forward. A rank computes its share of the heads for the rows of one rank after the other, by distance, and
+// sends each result while it computes the next one. Its own rows come last.
 class UlyssesForward {
  public:
   UlyssesForward(const Attention& attention, Rank rank)
@@ -30,6 +32,8 @@ class UlyssesForward {
   }
 
  private:
+  // Computes this rank's share of the heads for the rows of the rank at this distance, and starts to send it the
+  // result.
   HeadExchange::Arriving compute_for(int64_t distance) {
     const int64_t owner = writer_.ahead(distance);
     HeadsTensor out = out_;
@@ -47,6 +51,7 @@ class UlyssesForward {
     return exchange_.start_transfer(distance, {{out, HeadKind::kQueries}, {lse, HeadKind::kQueries}});
   }
 
+  // Computes the results of the owner's queries, and stores them in `out` and `lse` from `first_head` on.
   void attend_for(int64_t owner, const HeadsTensor& out, const HeadsTensor& lse, int64_t first_head) {
     if (exchange_.own_share().q_heads() == 0 || writer_.attention.batch == 0) return;
     for (const int queries : writer_.products.queries().of_rank(owner)) {
@@ -103,6 +108,7 @@ class UlyssesBackward {
     }
   }
 
+  // Returns the rows of a block in the owner's sum i (dq, dk or dv), from the first head of this rank's share on.
   Heads gradient_at(size_t i, const SequenceBlock& block) const {
     const int64_t head = block.owner == writer_.me ? first_head(exchange_.own_share(), kKinds[i]) : 0;
     return shares_[block.owner][i].at(head, block.row);
@@ -133,6 +139,7 @@ class UlyssesBackward {
     }
   }
 
+  // Sends every other rank the gradients of its rows, and adds those that are received to this rank's sums.
   void return_all() {
     std::vector<HeadExchange::Arriving> arriving;
     for (int64_t distance = 1; distance < writer_.num_ranks; ++distance) {
