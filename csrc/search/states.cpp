@@ -24,7 +24,11 @@ constexpr int64_t kMaxPiecesCompared = 256;
 class States {
  public:
   States(const Layout& src, const Layout& goal, MeshDimSet free, MoveTable& table)
-      : src_(src), goal_(goal), mesh_(src.mesh()), table_(table), tensor_dims_(tensor_dims_to_cut(src, goal)) {
+      : src_(src),
+        goal_(goal),
+        mesh_(src.mesh()),
+        cut_lists_(table.lists()),
+        tensor_dims_(tensor_dims_to_cut(src, goal)) {
     for (const int d : free.to_vector()) {
       if (d < mesh_.ndim() && mesh_.dim_size(d) > 1) mesh_dims_.push_back(d);
     }
@@ -43,13 +47,14 @@ class States {
       }
       // The search takes the first of states with equal cost. This order prefers cuts of the first tensor dims, whose
       // parts are contiguous.
-      std::stable_sort(lists_.back().begin(), lists_.back().end(),
-                       [&](int a, int b) { return table_.dims_of(t, a).count() > table_.dims_of(t, b).count(); });
+      std::stable_sort(lists_.back().begin(), lists_.back().end(), [&](int a, int b) {
+        return cut_lists_.at(t, a).dims.count() > cut_lists_.at(t, b).dims.count();
+      });
     }
     MoveTable::State uncut{std::vector<int>(src_.ndim()), {}, {}, 1};
     for (int t = 0; t < src_.ndim(); ++t) {
-      uncut.lists[t] = table_.list_index(t, {});
-      uncut.elements *= table_.largest_length(t, uncut.lists[t]);
+      uncut.lists[t] = cut_lists_.number_of(t, {});
+      uncut.elements *= cut_lists_.at(t, uncut.lists[t]).length;
     }
     combine(uncut, 0);
     return std::move(states_);
@@ -60,8 +65,8 @@ class States {
   // none if the sizes of these dims cannot be divided evenly among the ranks of all mesh dims.
   void choose_even_dims() {
     for (int t = 0; t < src_.ndim(); ++t) {
-      is_even_.push_back(table_.has_equal_parts(t, table_.list_index(t, src_.cuts(t))) &&
-                         table_.has_equal_parts(t, table_.list_index(t, goal_.cuts(t))));
+      is_even_.push_back(cut_lists_.at(t, cut_lists_.number_of(t, src_.cuts(t))).has_equal_parts &&
+                         cut_lists_.at(t, cut_lists_.number_of(t, goal_.cuts(t))).has_equal_parts);
     }
     int64_t ranks_without_part = 1;
     for (const int d : mesh_dims_) ranks_without_part *= mesh_.dim_size(d);
@@ -74,9 +79,9 @@ class States {
   // Adds a list of cuts for tensor dim t, unless it is excluded or makes the same parts as an earlier list. Returns
   // false if it was not added; then longer lists that begin with it need not be tried.
   bool add_list(int t, const std::vector<Cut>& cuts) {
-    const int list = table_.list_index(t, cuts);
-    if (!table_.has_digits(t, list)) {
-      const bool is_wanted = !is_even_[t] || (tries_all_lists_ && table_.has_equal_parts(t, list));
+    const int list = cut_lists_.number_of(t, cuts);
+    if (!cut_lists_.at(t, list).digits) {
+      const bool is_wanted = !is_even_[t] || (tries_all_lists_ && cut_lists_.at(t, list).has_equal_parts);
       if (!is_wanted || !has_few_pieces(src_.shape()[t], cuts)) return false;
     }
     std::vector<int>& lists = lists_.back();
@@ -241,10 +246,10 @@ class States {
     if (at == tensor_dims_.size()) return states_.push_back(state);
     const int t = tensor_dims_[at];
     for (const int list : lists_[at]) {
-      const MeshDimSet dims = table_.dims_of(t, list);
+      const MeshDimSet dims = cut_lists_.at(t, list).dims;
       if (!(dims & state.cut_dims).empty()) continue;
       MoveTable::State next = state;
-      if (next.elements > 0) next.elements = next.elements / src_.shape()[t] * table_.largest_length(t, list);
+      if (next.elements > 0) next.elements = next.elements / src_.shape()[t] * cut_lists_.at(t, list).length;
       next.lists[t] = list;
       next.cut_dims = next.cut_dims | dims;
       combine(next, at + 1);
@@ -254,7 +259,7 @@ class States {
   const Layout& src_;
   const Layout& goal_;
   const Mesh& mesh_;
-  MoveTable& table_;
+  CutLists& cut_lists_;
   std::vector<int> mesh_dims_;          // the mesh dims that may cut
   const std::vector<int> tensor_dims_;  // the tensor dims that states may cut
   bool tries_all_lists_ = true;
