@@ -79,4 +79,28 @@ Layout Choices::with(const std::map<int, int>& chosen) const {
   return with_cuts(layout_, std::move(cuts));
 }
 
+std::vector<Layout> layouts_before_crossing(const Layout& src, const std::vector<int>& tensor_dims, bool for_time) {
+  const MeshDimSet to_reduce = src.partial_dims();
+  Choices choices(without_partials(src), tensor_dims);
+  for (const int d : to_reduce.to_vector()) choices.allow_cut(d);
+  for (const int d : src.cut_dims().to_vector()) {
+    if (for_time) choices.allow_replicated(d);
+    choices.allow_cut(d);
+  }
+  for (const int d : src.replicated_dims().to_vector()) {
+    if (!to_reduce.empty()) choices.allow_cut(d);
+  }
+  return choices.all();
+}
+
+std::vector<Layout> layouts_after_crossing(const Layout& goal, const std::vector<int>& tensor_dims, bool for_time) {
+  Choices choices(goal, tensor_dims);
+  for (const int d : goal.replicated_dims().to_vector()) choices.allow_cut(d);
+  for (const int d : goal.cut_dims().to_vector()) {
+    if (for_time) choices.allow_replicated(d);
+    choices.allow_cut(d);
+  }
+  return choices.all();
+}
+
 }  // namespace shardwright

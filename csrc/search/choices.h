@@ -47,4 +47,12 @@ class Choices {
       alternatives_;  // by mesh dim: the tensor dims that it may cut instead, or kReplicated
 };
 
+// Returns layouts before a crossing (search/two_meshes.h) to which moves lead from `src`. Each mesh dim may stay as it
+// is or cut one of `tensor_dims`. If the search is `for_time`, it may also cut nothing, which saves messages but no
+// bytes. Replicas are sliced only if a reduction is pending; otherwise, a replica policy has the same effect.
+std::vector<Layout> layouts_before_crossing(const Layout& src, const std::vector<int>& tensor_dims, bool for_time);
+// Returns layouts after a crossing from which moves lead to `goal`. A replicated mesh dim may cut a tensor dim; a mesh
+// dim that cuts may cut another tensor dim or, if the search is `for_time`, nothing.
+std::vector<Layout> layouts_after_crossing(const Layout& goal, const std::vector<int>& tensor_dims, bool for_time);
+
 }  // namespace shardwright

@@ -37,4 +37,9 @@ class CrossingCost {
   const Topology& topology_;
 };
 
+// Returns a lower bound on the predicted picoseconds of every plan between two layouts: one step and message of the
+// fastest link, the bytes that some rank must receive or send, the bytes that must enter or leave some node divided by
+// its ranks, and the copy of the result.
+int64_t least_picoseconds_between(const Layout& src, const Layout& dst, const Topology& topology);
+
 }  // namespace shardwright

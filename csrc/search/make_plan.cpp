@@ -13,6 +13,7 @@
 #include "moves/move.h"
 #include "moves/spans.h"
 #include "moves/step_counts.h"
+#include "search/crossing_cost.h"
 #include "search/rearrangements.h"
 #include "search/search.h"
 #include "search/two_meshes.h"

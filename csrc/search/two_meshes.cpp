@@ -9,7 +9,6 @@
 #include <utility>
 
 #include "cost/cost.h"
-#include "exchange/bounds.h"
 #include "exchange/grid_exchange.h"
 #include "moves/segments.h"
 #include "moves/step_counts.h"
@@ -17,6 +16,7 @@
 #include "search/balanced.h"
 #include "search/choices.h"
 #include "search/crossing_cost.h"
+#include "search/leg.h"
 #include "search/over_relays.h"
 #include "search/split.h"
 
@@ -77,16 +77,16 @@ class Crossings {
 
   // Returns the steps of the cheapest plan.
   std::vector<Step> cheapest() {
-    for (const Layout& layout : layouts_before_crossing()) add(before_, layout, src_, layout);
-    for (const Layout& layout : layouts_after_crossing(goal_)) add(after_, layout, layout, goal_);
+    for (const Layout& layout : layouts_before_crossing(src_, tensor_dims_, is_for_time())) {
+      add_leg(before_, layout, src_, layout, options_, topology_);
+    }
+    add_legs_to(goal_);
     try_pair(before_.front(), after_.front());
     // If nothing is pending, the direct crossing receives and sends the fewest bytes.
     if (!is_for_time() && src_.partial_dims().empty()) return std::move(best_);
     try_pairs(0);
     const size_t known = after_.size();
-    for (const Layout& goal : split_goals()) {
-      for (const Layout& layout : layouts_after_crossing(goal)) add(after_, layout, layout, goal);
-    }
+    for (const Layout& goal : split_goals()) add_legs_to(goal);
     try_pairs(known);
     if (!is_for_time()) return std::move(best_);
     try_relays();
@@ -95,18 +95,6 @@ class Crossings {
   }
 
  private:
-  // The moves on one mesh before or after the crossing. The steps are computed when they are needed.
-  struct Leg {
-    Layout layout;     // the end of the leg at the crossing
-    Layout from;       // the first layout of the leg
-    Layout to;         // its last layout
-    int64_t elements;  // size of the largest part
-    Cost cost_bound;   // lower bound; exact once the steps are known
-    std::optional<std::vector<Step>> steps;
-    int64_t sent_bytes = 0;      // sum over steps of the bytes that the busiest rank sends
-    int64_t received_bytes = 0;  // sum over steps of the bytes that the busiest rank receives
-  };
-
   // Tries all pairs of a leg before the crossing and a leg after it. Skips the first `first` legs after it.
   void try_pairs(size_t first) {
     struct Pair {  // one leg of each side
@@ -161,14 +149,14 @@ class Crossings {
     std::set<size_t> tried;  // indices in before_ that were tried with balanced relays
     for (const auto& [time_bound, i, j] : pairs) {
       Leg& first = before_[i];
-      find_steps(first);
-      find_steps(after_[j]);
+      first.find_steps(options_, topology_);
+      after_[j].find_steps(options_, topology_);
       std::vector<Leg> lasts{after_[j]};
       if (const std::optional<Layout> stripes = balanced(first.layout, after_[j].layout, after_[j].to)) {
-        add(lasts, *stripes, *stripes, after_[j].to);
+        add_leg(lasts, *stripes, *stripes, after_[j].to, options_, topology_);
       }
       for (Leg& last : lasts) {
-        find_steps(last);
+        last.find_steps(options_, topology_);
         try_steps(joined_steps(first, {cost_.cheapest(first.layout, last.layout)->first}, last));
       }
       if (!tried.insert(i).second) continue;
@@ -271,8 +259,8 @@ class Crossings {
 
   // Tries relays between two legs. Relays stand for ranks of `last` if `fans_out`, else for ranks of `first`.
   void try_relays_between(Leg& first, Leg& last, bool fans_out) {
-    find_steps(first);
-    find_steps(last);
+    first.find_steps(options_, topology_);
+    last.find_steps(options_, topology_);
     const Cost legs_cost = first.cost_bound + last.cost_bound;
     std::optional<OverRelays> found =
         cheapest_over_relays(first.layout, last.layout, fans_out, options_, topology_,
@@ -296,60 +284,11 @@ class Crossings {
 
   bool is_for_time() const { return cost_.is_for_time(); }
 
-  // Adds a leg, unless a rank would hold more than options.max_held or the layout is known. Always adds the first leg.
-  void add(std::vector<Leg>& legs, const Layout& layout, const Layout& from, const Layout& to) {
-    const int64_t elements = layout.largest_part_elements();
-    if (!legs.empty() && options_.max_held > 0 && elements > options_.max_held) return;
-    for (const Leg& known : legs) {
-      if (known.layout == layout) return;
+  // Adds legs after the crossing that end with `goal`.
+  void add_legs_to(const Layout& goal) {
+    for (const Layout& layout : layouts_after_crossing(goal, tensor_dims_, is_for_time())) {
+      add_leg(after_, layout, layout, goal, options_, topology_);
     }
-    const int64_t least = from == to ? 0 : least_picoseconds(from, to, options_, topology_);
-    legs.push_back({layout, from, to, elements, {least, 0, 0, 0}, std::nullopt});
-  }
-
-  // Computes the steps of a leg and its exact cost, on the first call.
-  void find_steps(Leg& leg) const {
-    if (leg.steps) return;
-    leg.steps.emplace();
-    if (!(leg.from == leg.to)) {
-      leg.steps = cheapest_moves(leg.from, leg.to, options_, topology_);
-    }
-    leg.cost_bound = {};
-    for (const Step& step : *leg.steps) {
-      const StepCounts maxima = step_counts(step, options_.lowering);
-      leg.sent_bytes += maxima.sent_bytes;
-      leg.received_bytes += maxima.received_bytes;
-      leg.cost_bound = leg.cost_bound + cost_.of(step, maxima, predicted_picoseconds(step, maxima, topology_));
-    }
-  }
-
-  // Returns layouts before the crossing. Each mesh dim may stay as it is, cut a tensor dim, or cut nothing, which saves
-  // messages but no bytes. Replicas are sliced only if a reduction is pending; otherwise, a replica policy has the same
-  // effect.
-  std::vector<Layout> layouts_before_crossing() const {
-    const MeshDimSet to_reduce = src_.partial_dims();
-    Choices choices(without_partials(src_), tensor_dims_);
-    for (const int d : to_reduce.to_vector()) choices.allow_cut(d);
-    for (const int d : src_.cut_dims().to_vector()) {
-      if (is_for_time()) choices.allow_replicated(d);
-      choices.allow_cut(d);
-    }
-    for (const int d : src_.replicated_dims().to_vector()) {
-      if (!to_reduce.empty()) choices.allow_cut(d);
-    }
-    return choices.all();
-  }
-
-  // Returns layouts after the crossing, from which moves lead to `goal`. A replicated mesh dim may cut a tensor dim; a
-  // mesh dim that cuts may cut another tensor dim, or nothing.
-  std::vector<Layout> layouts_after_crossing(const Layout& goal) const {
-    Choices choices(goal, tensor_dims_);
-    for (const int d : goal.replicated_dims().to_vector()) choices.allow_cut(d);
-    for (const int d : goal.cut_dims().to_vector()) {
-      if (is_for_time()) choices.allow_replicated(d);
-      choices.allow_cut(d);
-    }
-    return choices.all();
   }
 
   // Returns the goals in which the largest replicated mesh dim is split, if the best plan so far is far above the lower
@@ -400,9 +339,9 @@ class Crossings {
   // Tries the crossing between two legs, unless lower bounds show that the plan is not cheaper than the best.
   void try_pair(Leg& first, Leg& last) {
     const Cost crossing = crossing_lower_bound(first, last);
-    find_steps(first);
+    first.find_steps(options_, topology_);
     if (!may_improve(first.cost_bound + crossing + last.cost_bound)) return;
-    find_steps(last);
+    last.find_steps(options_, topology_);
     if (!may_improve(first.cost_bound + crossing + last.cost_bound)) return;
     try_crossing(first, last);
   }
@@ -470,29 +409,6 @@ class Crossings {
 std::vector<Step> cheapest_crossing(const Layout& src, const Layout& goal, const PlanOptions& options,
                                     const Topology& topology, bool may_split) {
   return Crossings(src, goal, options, topology, may_split).cheapest();
-}
-
-int64_t least_picoseconds_between(const Layout& src, const Layout& dst, const Topology& topology) {
-  const ExchangeBound bound = exchange_bound(src, dst, topology.ranks_per_node);
-  const int64_t copies = picoseconds_for(dst.largest_part_bytes(), topology.memory_ps_per_kib);
-  if (bound.received_bytes_sum == 0) return copies;
-  const auto faster = [](const Link& a, const Link& b) {
-    return Link{std::min(a.message_ps, b.message_ps), std::min(a.ps_per_kib, b.ps_per_kib)};
-  };
-  Link between = topology.between;
-  for (const auto& [mesh_dim, link] : topology.mesh_dims) between = faster(between, link);
-  const Link any = faster(between, topology.inside);
-  const int64_t message = bound.node_bytes_max > 0 ? between.message_ps : any.message_ps;
-  const int64_t bytes = std::max(bound.received_bytes_max, bound.any_sent_bytes_max);
-  const int64_t bytes_between_nodes = std::max(bound.node_bytes_per_rank, bound.leaving_bytes_per_rank);
-  // A plan in segments keeps links within nodes and links between nodes busy at the same time.
-  const bool has_nodes = topology.ranks_per_node > 0 || !topology.mesh_dims.empty();
-  const int64_t both = topology.inside.ps_per_kib + between.ps_per_kib;
-  const int64_t ps_per_kib =
-      has_nodes && both > 0 ? topology.inside.ps_per_kib * between.ps_per_kib / both : topology.inside.ps_per_kib;
-  const int64_t wire =
-      std::max(picoseconds_for(bytes, ps_per_kib), picoseconds_for(bytes_between_nodes, between.ps_per_kib));
-  return saturating_sum(saturating_sum(topology.step_ps, message), saturating_sum(wire, copies));
 }
 
 }  // namespace shardwright
