@@ -246,7 +246,7 @@ class BatchCompiler {
   void write_end(const Round& round, size_t bucket, Ticket ticket) {
     emit(Wait{ticket});
     for (const auto& [peer, fragments] : round.sends) {
-      for (const Fragment& fragment : fragments) end_of(fragment.item).departed = next_index();
+      for (const Fragment& fragment : fragments) end_of(fragment.item).sent = next_index();
     }
     const int64_t sent_bytes = round.sent_bytes();
     copy_between(message_buffers_[bucket], buckets_[bucket],
@@ -296,7 +296,7 @@ class BatchCompiler {
       const int destination = copy.dst - first_destination;
       emit(Operation(std::move(copy)));
       if (destination < static_cast<int>(batch_.destinations.size())) {
-        program_.destination_ends[destination].complete = next_index();
+        program_.destination_ends[destination].written = next_index();
       }
     }
   }

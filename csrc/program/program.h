@@ -61,8 +61,8 @@ struct Output {
 
 // The instructions after which a destination is finished, as indices one past them.
 struct DestinationEnd {
-  int complete = 0;  // after the last instruction that writes this rank's part
-  int departed = 0;  // after the last Wait for a message to another rank's part; at least `complete`
+  int written = 0;  // after the last instruction that writes this rank's part
+  int sent = 0;     // after the last Wait for a message to another rank's part; at least `written`
 };
 
 struct Program {
