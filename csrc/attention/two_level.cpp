@@ -110,6 +110,7 @@ class TwoLevel {
     return taken;
   }
 
+  // Starts to send every other rank of the node its rows of these tensors.
   std::vector<HeadExchange::Arriving> start_transfers(const std::vector<HeadExchange::Sent>& node_tensors) {
     std::vector<HeadExchange::Arriving> arriving;
     for (int64_t distance = 1; distance < in_node_.num_ranks; ++distance) {
@@ -118,6 +119,7 @@ class TwoLevel {
     return arriving;
   }
 
+  // Returns this rank's own rows of these tensors, in the form of a transfer that needs no Wait.
   HeadExchange::Arriving own(const std::vector<HeadExchange::Sent>& node_tensors) {
     return {kNoTicket, in_node_.me, rows_of(in_node_.me, node_tensors)};
   }
