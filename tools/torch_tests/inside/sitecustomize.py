@@ -23,6 +23,7 @@ import sys
 _BASES = "torch.testing._internal.common_distributed"
 _FSDP = "torch.distributed.fsdp._fully_shard"
 _FSDP_BASES = "torch.testing._internal.common_fsdp"
+_INDUCTOR_BASES = "torch.testing._internal.inductor_utils"
 _MODE = os.environ.get("SHARDWRIGHT_TORCH_TESTS", "")
 _OUT = pathlib.Path(os.environ.get("SHARDWRIGHT_TORCH_TESTS_OUT", ""))
 
@@ -81,6 +82,11 @@ def _prepare(bases):
         shardwright.enable()
         atexit.register(_write_stats)
         _count_ranks_apart(bases.MultiProcessTestCase)
+
+
+def _claim_a_gpu(inductor_bases):
+    """Makes tests run that are skipped unless inductor has a GPU; they compile for the CPU."""
+    inductor_bases.HAS_GPU = True
 
 
 def _drop_device_ids(parallel):
@@ -148,6 +154,8 @@ def _prepare_fsdp(fsdp_bases):
 
 if _MODE:
     sys.meta_path.insert(0, _AfterImport(_BASES, _prepare))
+if os.environ.get("SHARDWRIGHT_TORCH_TESTS_WITHOUT_GPUS") == "1":
+    sys.meta_path.insert(0, _AfterImport(_INDUCTOR_BASES, _claim_a_gpu))
 if _MODE and os.environ.get("SHARDWRIGHT_TORCH_TESTS_FULLY_SHARD") == "1":
     sys.meta_path.insert(0, _AfterImport(_FSDP_BASES, _prepare_fsdp))
     if _MODE == "ours":
