@@ -131,7 +131,7 @@ def measure(case: Case, rounds: int, per_node: int) -> dict[str, Any]:
     if not case.is_causal and not case.backward:
         calls["stock"] = stock(local)
     right = over_ranks([float(is_right(call(), expected)) for call in calls.values()], dist.ReduceOp.MIN)
-    call_options = functions.ask(**{**functions._DEFAULTS, **arguments})
+    call_options = functions.checked(**{**functions._DEFAULTS, **arguments})
     chosen = problem.plan(call_options, local, None).attention.method
     if not case.backward:
         calls["attention"] = alone(case, local[0], *full[1:])
