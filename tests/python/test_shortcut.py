@@ -219,7 +219,7 @@ def _other_process_group() -> None:
     source = _source(["S(0)", "R"])
     with sw.enabled(strict=True):
         source.redistribute(placements=[Replicate(), Replicate()])
-    assert len(shortcut._known) == 1, "what belonged to the earlier process group is forgotten"
+    assert len(shortcut._cached) == 1, "what belonged to the earlier process group is forgotten"
 
 
 def test_shortcuts_are_dropped_with_process_group(pool: Pool) -> None:

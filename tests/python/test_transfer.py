@@ -219,7 +219,7 @@ def _stream_memory(buckets: int) -> None:
         given if dist.get_rank() == 0 else None, dict.fromkeys(names, dst), bucket_bytes=2 * size, buckets=buckets
     )
     made: list[int] = []
-    make = t._local
+    make = t._destination_tensor
 
     def noted(number: int) -> torch.Tensor:
         local = make(number)
@@ -227,7 +227,7 @@ def _stream_memory(buckets: int) -> None:
             made.append(local.untyped_storage()._weak_ref())
         return local
 
-    t._local = noted  # type: ignore[method-assign]
+    t._destination_tensor = noted  # type: ignore[method-assign]
     most, allowed = 0, 2 * min(2, buckets)
 
     def count() -> int:

@@ -26,7 +26,7 @@ from .layouts import argument_values
 from .layouts.errors import argument_error
 from .progress_bar import Bar
 from .runtime import memory_spans
-from .transfers.declared import Given, Reader
+from .transfers.declared import PassedTensor, Reader
 
 _MAX_GAP_BYTES = 4096  # default of `max_gap_bytes`: a page
 _MAX_SPAN_BYTES = 8 << 20  # maximum bytes of one read call along a dim
@@ -34,11 +34,12 @@ _MAX_SPAN_BYTES = 8 << 20  # maximum bytes of one read call along a dim
 # A span is a range of a file that is read with one call; gaps in it are discarded. An item is a box of a saved tensor.
 #
 # A run (begin, end, to) of one dim: indices [begin, end) of the stored tensor are copied to the target from index `to`
-# on. The runs of a dim are contiguous in the target; in the stored tensor they may be in any order.
+# on. The runs of a dim are contiguous in the target; in the stored tensor they may be in any order. Example: the runs
+# (6, 8, 0) and (0, 3, 2) copy stored indices 6, 7, 0, 1, 2 to the target's 0 to 4.
 _Run = tuple[int, int, int]
 
 
-class _Stored(NamedTuple):
+class _StoredTensor(NamedTuple):
     """Location and format of a saved tensor in its file."""
 
     offset: int  # byte offset of the first element in the file
@@ -48,7 +49,7 @@ class _Stored(NamedTuple):
     is_conj: bool
 
 
-class _Part(NamedTuple):
+class _NeededBox(NamedTuple):
     """A box of elements of a tensor that a rank needs: the product of the runs of its dims."""
 
     runs: list[torch.Tensor]  # for each dim a matrix with one `_Run` per row
@@ -92,10 +93,10 @@ class CheckpointReader(dcp.FileSystemReader):
     def _read_items(self, file: Any, items: list[ReadItem], planner: LoadPlanner) -> None:
         """Reads the items of one file, in the order of their offsets, into the planner's tensors."""
         # Several slices of a saved tensor may be requested; its location in the file is looked up once.
-        for index, some in itertools.groupby(items, key=lambda item: item.storage_index):
+        for index, group in itertools.groupby(items, key=lambda item: item.storage_index):
             saved = self.storage_data[index]
             stored = _locate(self._slice_file(file, saved), saved.offset)
-            for item in some:
+            for item in group:
                 for runs, target in _targets(planner, item):
                     direct = _can_be_read_into(target, stored)
                     piece = target if direct else torch.empty(target.shape, dtype=stored.dtype)
@@ -106,7 +107,7 @@ class CheckpointReader(dcp.FileSystemReader):
                         target.copy_(piece.conj() if stored.is_conj else piece)
 
     def _read(
-        self, file: Any, stored: _Stored, offsets: Sequence[int], runs: Sequence[list[_Run]], piece: torch.Tensor
+        self, file: Any, stored: _StoredTensor, offsets: Sequence[int], runs: Sequence[list[_Run]], piece: torch.Tensor
     ) -> None:
         """Reads the product of `runs` of a stored tensor into `piece`. Run indices are relative to `offsets`.
 
@@ -130,9 +131,9 @@ class CheckpointReader(dcp.FileSystemReader):
             spans = list(_spans(cuts[outer], strides[outer], span, self._max_gap_bytes))
             span += (spans[0][-1][1] - spans[0][0][0] - 1) * strides[outer]
             groups = [spans[0], *groups]
-        for where in itertools.product(*map(_positions, cuts[:outer])):
-            target = view[tuple(to for _, to in where)]
-            begin = at + sum(index * stride for (index, _), stride in zip(where, strides))
+        for position in itertools.product(*map(_positions, cuts[:outer])):
+            target = view[tuple(to for _, to in position)]
+            begin = at + sum(index * stride for (index, _), stride in zip(position, strides))
             for group in spans:
                 part = target.narrow(0, group[0][2], _length(group))
                 self._read_span(file, begin, part, [group, *groups[1:]], strides[outer:])
@@ -173,21 +174,24 @@ def _targets(planner: LoadPlanner, item: ReadItem) -> Iterator[tuple[Sequence[li
 def _spans(runs: Sequence[_Run], stride: int, span: int, max_gap_bytes: int) -> Iterator[list[_Run]]:
     """Groups the runs of a dim into spans that are each read with one call. Long runs are split.
 
+    Example: with 4 bytes per index and gaps of at most 8 bytes, runs of indices [0, 3), [5, 6) and [20, 22) give the
+    spans [0, 6), whose gap of 2 indices has 8 bytes, and [20, 22).
+
     Args:
         stride: bytes between two indices.
         span: bytes to read at each index.
     """
-    most = 1 if stride - span > max_gap_bytes else max(1, _MAX_SPAN_BYTES // max(stride, 1))
+    max_indices = 1 if stride - span > max_gap_bytes else max(1, _MAX_SPAN_BYTES // max(stride, 1))
     group: list[_Run] = []
     for begin, end, to in runs:
         while begin < end:
             if group:
                 first, last = group[0][0], group[-1][1]
                 gap = (begin - last + 1) * stride - span
-                if begin < last or gap > max_gap_bytes or begin - first >= most:
+                if begin < last or gap > max_gap_bytes or begin - first >= max_indices:
                     yield group
                     group = []
-            stop = min(end, (group[0][0] if group else begin) + most)
+            stop = min(end, (group[0][0] if group else begin) + max_indices)
             group.append((begin, stop, to))
             begin, to = stop, to + stop - begin
     yield group
@@ -205,18 +209,18 @@ def _indices(runs: Sequence[_Run]) -> torch.Tensor:
     return torch.arange(int(lengths.sum())) + torch.repeat_interleave(begins - begins[0] - to + to[0], lengths)
 
 
-def _can_be_read_into(target: torch.Tensor, stored: _Stored) -> bool:
+def _can_be_read_into(target: torch.Tensor, stored: _StoredTensor) -> bool:
     """Returns True if bytes of the file can be read into the target without a conversion."""
     has_same_format = target.dtype == stored.dtype and not stored.is_conj
     return target.device.type == "cpu" and has_same_format and not target.is_conj() and not target.is_neg()
 
 
-def _locate(file_slice: Any, offset: int) -> _Stored:
+def _locate(file_slice: Any, offset: int) -> _StoredTensor:
     """Returns the location of a tensor that torch.save wrote to `file_slice`. Reads only its headers."""
     tensor = torch.load(file_slice, map_location="meta", weights_only=True)
     storage_begin: int = tensor.untyped_storage()._checkpoint_offset
     begin = offset + storage_begin + tensor.storage_offset() * tensor.dtype.itemsize
-    return _Stored(begin, tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.is_conj())
+    return _StoredTensor(begin, tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.is_conj())
 
 
 def _read_into(file: Any, at: int, tensor: torch.Tensor) -> None:
@@ -278,9 +282,9 @@ class _Planner(LoadPlanner):
         self._group = group
         self._progress = progress
         self.bar: Bar | None = None  # counts bytes of local tensors
-        self.given: dict[str, Given] = {}  # this rank's tensors by name
+        self.given: dict[str, PassedTensor] = {}  # this rank's tensors by name
         self._metadata: Metadata | None = None
-        self._parts: dict[tuple[str, int | None], _Part] = {}  # by name and index of the part
+        self._parts: dict[tuple[str, int | None], _NeededBox] = {}  # by name and index of the part
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
         self._metadata = metadata
@@ -290,14 +294,14 @@ class _Planner(LoadPlanner):
         reader = Reader(self._group)
         given = self.given = reader.destination(self._to)
         items: list[ReadItem] = []
-        written = {name: x.local for name, x in given.items() if name not in reader.wrong and x.local is not None}
+        written = {name: x.local for name, x in given.items() if name not in reader.invalid and x.local is not None}
         problems = reader.problems + [
             f"{written_name}: its memory must not be shared, got memory shared with {other} (on rank {reader.rank})"
             for other, written_name, _, _ in memory_spans.shared_memory({}, written, among_written=True)
         ]
         for name, tensor in given.items():
             try:
-                if name not in reader.wrong:
+                if name not in reader.invalid:
                     items += self._items(name, tensor, reader.rank)
             except ValueError as error:
                 problems.append(f"{name}: {error} (on rank {reader.rank})")
@@ -310,7 +314,7 @@ class _Planner(LoadPlanner):
             self.bar = Bar("load_checkpoint", total, "B")
         return LoadPlan(items)
 
-    def _items(self, name: str, tensor: Given, rank: int) -> list[ReadItem]:
+    def _items(self, name: str, tensor: PassedTensor, rank: int) -> list[ReadItem]:
         """Returns the items to read for this rank's part of a tensor.
 
         Raises ValueError if the checkpoint lacks some.
@@ -356,9 +360,9 @@ class _Planner(LoadPlanner):
         """Yields (runs per dim, view that they fill) for the elements of an item that this rank needs."""
         for runs in itertools.product(*(_consecutive(runs.tolist()) for runs in self._runs(item))):
             target = self._parts[item.dest_index.fqn, item.dest_index.index].view
-            for dim, some in enumerate(runs):
-                target = target.narrow(dim, some[0][2], _length(some))
-            yield [[(begin, end, to - some[0][2]) for begin, end, to in some] for some in runs], target
+            for dim, group in enumerate(runs):
+                target = target.narrow(dim, group[0][2], _length(group))
+            yield [[(begin, end, to - group[0][2]) for begin, end, to in group] for group in runs], target
             if self.bar is not None:
                 self.bar.advance(target.nbytes, item.dest_index.fqn)
 
@@ -380,25 +384,25 @@ class _Planner(LoadPlanner):
         """Copies what this rank needs of an item, which PyTorch's reader read in full, into its local tensor."""
         for runs, target in self.targets(read_item):
             needed = tensor
-            for dim, some in enumerate(runs):
-                needed = needed.index_select(dim, torch.tensor([index for index, _ in _positions(some)]))
+            for dim, group in enumerate(runs):
+                needed = needed.index_select(dim, torch.tensor([index for index, _ in _positions(group)]))
             target.copy_(needed)
 
 
-def _parts(local: torch.Tensor, layout: _planner.Layout | None, rank: int) -> Iterator[_Part]:
+def _parts(local: torch.Tensor, layout: _planner.Layout | None, rank: int) -> Iterator[_NeededBox]:
     """Yields the parts of a tensor that a rank needs: one, or several boxes if the layout flattens dims."""
     if local.numel() == 0:
         return
     region = [[(0, size)] for size in local.shape] if layout is None else layout.region(rank)
     if layout is None or layout.flattened < 2:
-        yield _Part([_in_order(intervals) for intervals in region], local)
+        yield _NeededBox([_in_order(intervals) for intervals in region], local)
         return
     at = 0
     for begin, end in region[0]:
         for dims in _boxes_of_run(begin, end, tuple(layout.shape)[: layout.flattened]):
             sizes = [end - begin for begin, end in dims]
             runs = [_in_order(intervals) for intervals in (*([interval] for interval in dims), *region[1:])]
-            yield _Part(runs, local.narrow(0, at, math.prod(sizes)).unflatten(0, sizes))
+            yield _NeededBox(runs, local.narrow(0, at, math.prod(sizes)).unflatten(0, sizes))
             at += math.prod(sizes)
 
 

@@ -7,9 +7,9 @@ A module's tensors may be replaced after a transfer was planned: `model.to()` gi
     a function                       the state dict that it returns
     a weight under sw.fully_shard    the parameter that its module has (`owners`)
 
-Two checks find tensors that no module has any more. Hooks on modules record replaced parameters. And a storage that
-other tensors used when the transfer was planned is stale once only the transfer uses it: nobody else can read or write
-it.
+Two checks find tensors that no module has any more. Hooks on modules record the parameters that they replace. And a
+storage that other tensors shared when the transfer was planned is stale once only the transfer uses it, because no
+other code can read or write it any more.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from torch.nn.modules.module import (
 )
 
 from .._native import _planner
+from ..layouts import argument_values
 from ..versions.locations import local_of, location_of, storage_of
-from .declared import Given, Reader
+from .declared import PassedTensor, Reader
 
 _REMEDY = (
     "plan the transfer again, or pass a function that returns the state dict at each start, such as model.state_dict"
 )
-_STALE = (
+_STALE_TEXT = (
     "other tensors used this memory when the transfer was planned, and none uses it now: a model got other parameters, "
     f"for example by model.to() or load_state_dict(assign=True), or was deleted; {_REMEDY}"
 )
@@ -49,87 +50,100 @@ class Owner(Protocol):
         ...
 
 
-owners: weakref.WeakSet[Owner] = weakref.WeakSet()
+owners: weakref.WeakSet[Owner] = weakref.WeakSet()  # all weights under sw.fully_shard
 
-_Overlaps = Callable[[dict[str, torch.Tensor], dict[str, torch.Tensor]], list[str]]  # of tensors to read, to write
+# A function that returns the problems of tensors that share memory, from the tensors to read and those to write.
+_Overlaps = Callable[[dict[str, torch.Tensor], dict[str, torch.Tensor]], list[str]]
 
 
-class Passed:
-    """This rank's tensors of one side of a transfer, source or destination, by name.
+class SideTensors:
+    """This rank's tensors of one side of a transfer.
 
-    `layouts` are the layouts of the tensors that move. `again` reads the tensors again if a function returned them.
+    Args:
+        side: "source" or "destination".
+        given: the tensors that this rank passed, by name.
+        layouts: the layouts of the tensors that move, by name.
+        reader: the reader of this rank's arguments.
+        read_again: reads the state dict again, if a module or a function was passed; else None.
+        device: the device of all tensors.
     """
 
     def __init__(
         self,
         side: str,
-        given: dict[str, Given],
+        given: dict[str, PassedTensor],
         layouts: Mapping[str, _planner.Layout],
         reader: Reader,
-        again: Callable[[], dict[str, Given]] | None,
+        read_again: Callable[[], dict[str, PassedTensor]] | None,
         device: torch.device,
     ) -> None:
         self.given = given
         self._side = side
         self._layouts = layouts
         self._reader = reader
-        self._again = again
+        self._read_function = read_again
         self._device = device
         self._owners: dict[str, weakref.ref[Owner]] = {}
-        self._storages = {storage_of(tensor.plain) for _, tensor in self.moving()}
-        # Modules in which a tensor was replaced, by its storage, the id of the module and the tensor's name in it.
+        self._storages = {storage_of(tensor.part) for _, tensor in self.moving()}
+        # Modules in which a tensor was replaced, by (storage of the old tensor, id of the module, name in the module).
         self._replaced: dict[tuple[int, int, str], weakref.ref[nn.Module]] = {}
-        if again is None:
+        if read_again is None:
             owned = {location_of(owner.current): owner for owner in owners}
-            owner_by_name = ((name, owned.get(location_of(tensor.plain))) for name, tensor in self.moving())
+            owner_by_name = ((name, owned.get(location_of(tensor.part))) for name, tensor in self.moving())
             self._owners = {name: weakref.ref(owner) for name, owner in owner_by_name if owner is not None}
-            _watch(self)
+            _observe(self)
 
-    def moving(self) -> Iterator[tuple[str, Given]]:
+    def moving(self) -> Iterator[tuple[str, PassedTensor]]:
         """Yields the tensors that move to or from this rank, with their names."""
         for name in self._layouts:
             tensor = self.given.get(name)
             if tensor is not None and tensor.local is not None:
                 yield name, tensor
 
-    def renew(self) -> list[str]:
-        """Reads the tensors again. Returns the problems."""
+    def reread(self) -> list[str]:
+        """Reads this side's tensors again. Returns the problems with them."""
         problems: list[str] = []
-        again = None
-        if self._again is not None:
-            again, problems = self._read_again()
+        read_again = None
+        if self._read_function is not None:
+            read_again, problems = self._read_again()
         for name, old in list(self.moving()):
             try:
-                now = self._now(name, old, again)
+                now = self._current_tensor(name, old, read_again)
                 self._check(name, old, now)
             except ValueError as error:
-                problems.append(self.problem_with(name, str(error)))
+                problems.append(self.problem_text(name, str(error)))
                 continue
             self.given[name] = now
-        self._storages = {storage_of(tensor.plain) for _, tensor in self.moving()}
+        self._storages = {storage_of(tensor.part) for _, tensor in self.moving()}
         return problems
 
-    def problem_with(self, name: str, what: str) -> str:
-        """Returns a problem with the tensor `name`."""
-        return self._reader.problem_with(self._side, name, what)
+    def problem_text(self, name: str, what: str) -> str:
+        """Returns the text of a problem with the tensor `name`. `what` is the end of a sentence."""
+        return self._reader.problem_text(self._side, name, what)
 
-    def _read_again(self) -> tuple[dict[str, Given], list[str]]:
-        """Calls the function that returns the state dict. Returns its tensors, and problems with changed names."""
-        assert self._again is not None
+    def _read_again(self) -> tuple[dict[str, PassedTensor], list[str]]:
+        """Reads the state dict again. Returns its tensors, and a problem for each name that it lost or got."""
+        assert self._read_function is not None
         self._reader.problems.clear()
-        again = self._again()
+        found = self._read_function()
         problems = list(self._reader.problems)
         names = {name for name, _ in self.moving()}
-        lost, new = (sorted(those) for those in (names - again.keys(), again.keys() - self.given.keys()))
-        for those, what in ((lost, "lacks this name now, and had it"), (new, "has this name now, and lacked it")):
+        lost, added = sorted(names - found.keys()), sorted(found.keys() - self.given.keys())
+        for changed, what in ((lost, "lacks this name now, and had it"), (added, "has this name now, and lacked it")):
             change = f"the state dict {what} when the transfer was planned; plan the transfer again"
-            problems += [] if problems else [self.problem_with(name, change) for name in those]
-        return again, problems
+            problems += [] if problems else [self.problem_text(name, change) for name in changed]
+        return found, problems
 
-    def _now(self, name: str, old: Given, again: dict[str, Given] | None) -> Given:
-        """Returns the tensor that `name` has now. `again` is the state dict that was read again, if any."""
-        if again is not None:
-            return again.get(name, old)
+    def _current_tensor(self, name: str, old: PassedTensor, read_again: dict[str, PassedTensor] | None) -> PassedTensor:
+        """Returns the current tensor of a name.
+
+        Args:
+            name: the name.
+            old: its tensor at the last start.
+            read_again: the tensors of the state dict that was read again, or None without a function.
+        """
+        if read_again is not None:
+            return read_again.get(name, old)
         value = old.value
         reference = self._owners.get(name)
         owner = None if reference is None else reference()
@@ -137,22 +151,21 @@ class Passed:
             current = owner.current
             if not isinstance(current, DTensor):
                 raise ValueError(f"its module must have a DTensor again, got a {type(current).__name__}; {_REMEDY}")
-            if location_of(current) != location_of(old.plain):
+            if location_of(current) != location_of(old.part):
                 value = current if isinstance(value, DTensor) else local_of(current)
         now = self._reader.read(value)
         return now if isinstance(value, DTensor) else now._replace(layout=old.layout)
 
-    def _check(self, name: str, old: Given, now: Given) -> None:
+    def _check(self, name: str, old: PassedTensor, now: PassedTensor) -> None:
         """Raises ValueError if a tensor does not match the plan, or no module has it any more."""
-        layout, local = self._layouts[name], now.plain
+        layout, local = self._layouts[name], now.part
         if now.layout != old.layout:
             raise ValueError(f"the layout must be {old.layout}, as when planned, got {now.layout}; {_REMEDY}")
         self._reader.check(self._side, now)
-        had, has = (tuple(layout.shape), layout.dtype), (tuple(local.shape), str(local.dtype).removeprefix("torch."))
-        if now.layout is None and had != has:
-            raise ValueError(
-                f"must be {had[1]} of shape {had[0]}, as when planned, got {has[1]} of shape {has[0]}; {_REMEDY}"
-            )
+        planned = f"{layout.dtype} of shape {tuple(layout.shape)}"
+        got = f"{argument_values.dtype_text(local.dtype)} of shape {tuple(local.shape)}"
+        if now.layout is None and planned != got:
+            raise ValueError(f"must be {planned}, as when planned, got {got}; {_REMEDY}")
         if local.numel() and local.device != self._device:
             raise ValueError(f"the device must be {self._device}, as when planned, got {local.device}; {_REMEDY}")
         if name in self._owners:
@@ -160,7 +173,7 @@ class Passed:
         storage = storage_of(local)
         for (watched, _, attribute), reference in self._replaced.items():
             module = reference()
-            if watched == storage and module is not None and _has_other(module, attribute, storage):
+            if watched == storage and module is not None and _uses_other_storage(module, attribute, storage):
                 attribute = f"{type(module).__name__}.{attribute}"
                 raise ValueError(f"{attribute} was replaced after the transfer was planned; {_REMEDY}")
 
@@ -171,56 +184,57 @@ class Passed:
 
 
 class Tensors:
-    """This rank's tensors of both sides."""
+    """This rank's tensors of both sides of a transfer."""
 
-    def __init__(self, source: Passed, destination: Passed, overlaps: _Overlaps) -> None:
+    def __init__(self, source: SideTensors, destination: SideTensors, overlaps: _Overlaps) -> None:
         self.source = source
         self.destination = destination
         self._overlaps = overlaps
-        self._had_others: dict[int, bool] = {}  # by storage: true if other tensors used it at planning
-        self._locations = [location_of(tensor.plain) for _, _, tensor in self._moving()]
-        self._stale({})
+        self._was_shared: dict[int, bool] = {}  # by storage: True if tensors outside the transfer used it when planned
+        self._locations = [location_of(tensor.part) for _, _, tensor in self._moving()]
+        self._stale_problems({})
 
-    def renew(self, num_own: Mapping[int, int]) -> list[str]:
-        """Reads the tensors again, and returns the problems.
+    def reread(self, num_own: Mapping[int, int]) -> list[str]:
+        """Reads all tensors again. Returns the problems with them.
 
         Args:
-            num_own: the number of further tensors of the transfer itself, by storage.
+            num_own: by storage, the number of further tensors of the transfer that use it (second_copy.py).
         """
-        problems = [*self.source.renew(), *self.destination.renew()]
-        locations = [location_of(tensor.plain) for _, _, tensor in self._moving()]
+        problems = [*self.source.reread(), *self.destination.reread()]
+        locations = [location_of(tensor.part) for _, _, tensor in self._moving()]
         if locations != self._locations and not problems:
             sides = (self.source, self.destination)
-            problems += self._overlaps(*({name: tensor.plain for name, tensor in side.moving()} for side in sides))
+            problems += self._overlaps(*({name: tensor.part for name, tensor in side.moving()} for side in sides))
             self._locations = [] if problems else locations
-        return problems or self._stale(num_own)
+        return problems or self._stale_problems(num_own)
 
-    def _moving(self) -> list[tuple[Passed, str, Given]]:
+    def _moving(self) -> list[tuple[SideTensors, str, PassedTensor]]:
         """Returns the side, name and tensor of all tensors that move to or from this rank."""
-        return [(passed, name, x) for passed in (self.source, self.destination) for name, x in passed.moving()]
+        return [(side, name, x) for side in (self.source, self.destination) for name, x in side.moving()]
 
-    def _stale(self, num_own: Mapping[int, int]) -> list[str]:
-        """Reports storages that other tensors used, and that only the transfer uses now."""
+    def _stale_problems(self, num_own: Mapping[int, int]) -> list[str]:
+        """Returns a problem for each tensor whose storage other tensors shared, and only the transfer uses now."""
         tensors = self._moving()
-        own: dict[int, set[int]] = {}
+        own_ids: dict[int, set[int]] = {}
         for _, _, x in tensors:
-            own.setdefault(storage_of(x.plain), set()).add(id(x.local))
+            own_ids.setdefault(storage_of(x.part), set()).add(id(x.local))
         problems = []
-        had_others: dict[int, bool] = {}
-        for passed, name, x in tensors:
-            storage = storage_of(x.plain)
-            has_others = _num_tensors(x.plain) > len(own[storage]) + num_own.get(storage, 0)
-            # Only the first check counts: later, the previous run may still have tensors of its own.
-            had_others[storage] = self._had_others.get(storage, has_others)
-            if had_others[storage] and not has_others and _is_whole(x) and not isinstance(x.value, nn.Parameter):
-                problems.append(passed.problem_with(name, _STALE))
-        self._had_others = had_others
+        was_shared: dict[int, bool] = {}
+        for side, name, x in tensors:
+            storage = storage_of(x.part)
+            is_shared = _num_tensors(x.part) > len(own_ids[storage]) + num_own.get(storage, 0)
+            # Sharing is decided by the first check. Later, tensors of the previous run may still use the storage.
+            was_shared[storage] = self._was_shared.get(storage, is_shared)
+            is_stale = was_shared[storage] and not is_shared
+            if is_stale and _uses_whole_storage(x) and not isinstance(x.value, nn.Parameter):
+                problems.append(side.problem_text(name, _STALE_TEXT))
+        self._was_shared = was_shared
         return problems
 
 
 def _num_tensors(tensor: torch.Tensor) -> int:
     """Returns the number of tensors that use the storage of `tensor`."""
-    return _use_count(tensor) - _uses_of_one() + 1
+    return _use_count(tensor) - _use_count_of_one_tensor() + 1
 
 
 def _use_count(tensor: torch.Tensor) -> int:
@@ -230,36 +244,35 @@ def _use_count(tensor: torch.Tensor) -> int:
 
 
 @functools.cache
-def _uses_of_one() -> int:
+def _use_count_of_one_tensor() -> int:
     """Returns the reference count of a storage that one tensor uses."""
     return _use_count(torch.empty(1))
 
 
-def _is_whole(tensor: Given) -> bool:
-    """False for a part of a larger storage, such as rows: tensors of its other parts may be freed without harm."""
-    return isinstance(tensor.value, DTensor) or tensor.plain.nbytes == tensor.plain.untyped_storage().nbytes()
+def _uses_whole_storage(tensor: PassedTensor) -> bool:
+    """Returns True unless the tensor is a part of a larger storage, whose other parts may be freed without harm."""
+    return isinstance(tensor.value, DTensor) or tensor.part.nbytes == tensor.part.untyped_storage().nbytes()
 
 
-# The objects to notify of replaced tensors.
-_watching: weakref.WeakSet[Passed] = weakref.WeakSet()
-_hooks: list[Any] = []
+_observers: weakref.WeakSet[SideTensors] = weakref.WeakSet()  # notified of replaced tensors
+_hooks: list[Any] = []  # the hooks on all modules, once they are registered
 
 
-def _watch(passed: Passed) -> None:
-    """Makes the hooks on modules notify `passed` of replaced tensors, as long as it is alive."""
+def _observe(side: SideTensors) -> None:
+    """Makes the hooks on modules notify `side` of replaced tensors, as long as it is alive."""
     if not _hooks:
-        _hooks.append(register_module_parameter_registration_hook(_note))
-        _hooks.append(register_module_buffer_registration_hook(_note))
-    _watching.add(passed)
+        _hooks.append(register_module_parameter_registration_hook(_on_registration))
+        _hooks.append(register_module_buffer_registration_hook(_on_registration))
+    _observers.add(side)
 
 
-def _note(module: nn.Module, name: str, new: torch.Tensor | None) -> None:
-    """Hook that runs before a module gets a parameter or a buffer."""
+def _on_registration(module: nn.Module, name: str, new: torch.Tensor | None) -> None:
+    """Hook that runs before a module gets a parameter or a buffer. Notifies observers of the replaced tensor."""
     old = _tensor_of(module, name)
-    if old is None or old is new or not _watching:
+    if old is None or old is new or not _observers:
         return
-    for passed in list(_watching):
-        passed.note_replaced(storage_of(local_of(old)), module, name)
+    for side in list(_observers):
+        side.note_replaced(storage_of(local_of(old)), module, name)
 
 
 def _tensor_of(module: nn.Module, name: str) -> torch.Tensor | None:
@@ -268,7 +281,7 @@ def _tensor_of(module: nn.Module, name: str) -> torch.Tensor | None:
     return next((tensor for tensor in found if tensor is not None), None)
 
 
-def _has_other(module: nn.Module, name: str, storage: int) -> bool:
+def _uses_other_storage(module: nn.Module, name: str, storage: int) -> bool:
     """Returns True if the module's tensor of this name no longer uses this storage."""
     now = _tensor_of(module, name)
     return now is None or storage_of(local_of(now)) != storage

@@ -9,24 +9,29 @@ from types import TracebackType
 import torch
 
 from ..progress_bar import Bar
-from .setup import SetUp
+from .setup import Setup
 
 
 class Progress:
-    """Counts the destinations whose elements this rank has received or sent, in bytes of global tensors.
+    """Counts the bytes of the destinations that are complete on this rank, and reports them.
 
-    The total is therefore equal on all ranks.
+    A destination counts with the bytes of its global tensor, so that the total is equal on all ranks.
+
+    Args:
+        wanted: the argument `progress` of `transfer`.
+        setup: the transfer.
+        rank: this rank.
     """
 
-    def __init__(self, wanted: bool | Callable[[int, int, str], None], made: SetUp, rank: int) -> None:
-        self._made = made
+    def __init__(self, wanted: bool | Callable[[int, int, str], None], setup: Setup, rank: int) -> None:
+        self._setup = setup
         self._done_bytes = 0
         self._total = 0
         self._report: Callable[[int, int, str], None] | None = None
         self._bar: Bar | None = None
         if wanted is False or (wanted is True and rank != 0):
             return
-        self._total = sum(map(self._bytes_of, range(len(made.names))))
+        self._total = sum(map(self._bytes_of, range(len(setup.names))))
         if wanted is True:
             self._bar = bar = Bar("transfer", self._total, "B")
             self._report = lambda done, total, name: bar.show(done, name)
@@ -43,12 +48,12 @@ class Progress:
             self._bar.close()
 
     def __call__(self, destination: int) -> None:
-        """Records that this rank has done its part of a destination."""
+        """Records that a destination, given by its index, is complete on this rank."""
         if self._report is not None:
             self._done_bytes += self._bytes_of(destination)
-            self._report(self._done_bytes, self._total, self._made.names[destination])
+            self._report(self._done_bytes, self._total, self._setup.names[destination])
 
     def _bytes_of(self, destination: int) -> int:
         """Returns the bytes of the global tensor of a destination."""
-        layout = self._made.destinations[destination]
+        layout = self._setup.destinations[destination]
         return math.prod(layout.shape) * int(getattr(torch, layout.dtype).itemsize)

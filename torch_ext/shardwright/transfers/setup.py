@@ -21,13 +21,16 @@ from ..runtime import groups, memory_spans, plain_tensors
 from ..versions import second_copy
 from ..versions.changes import MAX_EXACT_BYTES
 from . import declarations
-from .current import Passed, Tensors
+from .current import SideTensors, Tensors
 from .declarations import Agreed, Starts
-from .declared import Given, Reader, declare
+from .declared import PassedTensor, Reader, declare
 
 
-class SetUp(NamedTuple):
-    """The tensors that all ranks move, and this rank's parts. Layouts have ranks of the group, not global ranks."""
+class Setup(NamedTuple):
+    """The tensors that all ranks move, and this rank's parts of them.
+
+    Sources and destinations are given by their index. Layouts have ranks of the group, not global ranks.
+    """
 
     sources: list[_planner.Layout]
     destinations: list[_planner.Layout]
@@ -45,25 +48,26 @@ class SetUp(NamedTuple):
 
     def source(self, index: int) -> torch.Tensor:
         """Returns this rank's part of a source; an empty tensor if it has none."""
-        return self._part(self.tensors.source, self.source_names[index], self.sources[index])
+        return self._local_tensor(self.tensors.source, self.source_names[index], self.sources[index])
 
     def destination(self, index: int) -> torch.Tensor | None:
-        """Returns this rank's part of a destination; None if it passed none."""
+        """Returns the tensor that this rank passed for a destination, or None."""
         tensor = self.tensors.destination.given.get(self.names[index])
         if tensor is None or tensor.local is None or not self.has_part(index):
             return None
-        return self._part(self.tensors.destination, self.names[index], self.destinations[index])
+        return self._local_tensor(self.tensors.destination, self.names[index], self.destinations[index])
 
-    def _part(self, passed: Passed, name: str, layout: _planner.Layout) -> torch.Tensor:
+    def _local_tensor(self, passed: SideTensors, name: str, layout: _planner.Layout) -> torch.Tensor:
+        """Returns this rank's part of a tensor; an empty tensor if this rank has none."""
         tensor = passed.given.get(name)
         if layout.mesh.coordinate(self.rank) is None or tensor is None or tensor.local is None:
             return torch.empty(0, dtype=getattr(torch, layout.dtype), device=self.device)
-        # An empty part may have another shape than in its layout.
+        # A passed tensor without elements may have another shape than in its layout.
         return tensor.local if tensor.local.numel() else tensor.local.new_empty(layout.local_shape(self.rank))
 
 
 class Options(NamedTuple):
-    """Arguments that must be the same on all ranks."""
+    """Arguments of `transfer` that must be equal on all ranks."""
 
     bucket_bytes: Any
     buckets: Any
@@ -83,22 +87,22 @@ def read_options(
     problems: list[str],
     rank: int,
 ) -> Options:
-    """Returns the options of `transfer`. Appends a problem for each invalid one."""
+    """Returns the options. Appends a problem for each invalid one, which becomes None or []."""
     return Options(
-        bucket_bytes=checked(lambda: _at_least("bucket_bytes", bucket_bytes, 1), problems, rank),
-        buckets=checked(lambda: _at_least("buckets", buckets, 1), problems, rank),
-        staging=checked(lambda: _staging(staging), problems, rank),
-        only_changed=checked(lambda: _block_bytes(only_changed), problems, rank),
-        unused=checked(lambda: _patterns("unused", unused), problems, rank, []),
-        ignore=checked(lambda: _patterns("ignore", ignore), problems, rank, []),
+        bucket_bytes=read_or_report(lambda: _at_least("bucket_bytes", bucket_bytes, 1), problems, rank),
+        buckets=read_or_report(lambda: _at_least("buckets", buckets, 1), problems, rank),
+        staging=read_or_report(lambda: _staging(staging), problems, rank),
+        only_changed=read_or_report(lambda: _block_bytes(only_changed), problems, rank),
+        unused=read_or_report(lambda: _patterns("unused", unused), problems, rank, []),
+        ignore=read_or_report(lambda: _patterns("ignore", ignore), problems, rank, []),
     )
 
 
-def _at_least(argument: str, given: Any, least: int) -> int:
-    """Returns the argument as an int. Raises ValueError if it is below `least`."""
+def _at_least(argument: str, given: Any, minimum: int) -> int:
+    """Returns the argument as an int. Raises ValueError if it is below `minimum`."""
     value = argument_values.integer(given, argument)
-    if value < least:
-        raise argument_error(argument, f"at least {least}", value)
+    if value < minimum:
+        raise argument_error(argument, f"at least {minimum}", value)
     return value
 
 
@@ -131,47 +135,48 @@ def set_up(
     group: dist.ProcessGroup | None,
     device_argument: Any,
     problems: list[str],
-) -> SetUp:
-    """Agrees with the other ranks of the group, applies the rules, and compares both sides.
+) -> Setup:
+    """Returns the setup of a transfer. All ranks of the group must call.
 
-    Raises the same ValueError on all ranks if `problems` of any rank are not empty, or more are found.
+    Exchanges declarations with the other ranks, applies the rules, and compares both sides. Raises the same ValueError
+    on all ranks if any rank has problems: those in `problems`, or problems found here.
     """
     reader = Reader(group)
     reads = [
         lambda: reader.state_dict(_dict_of(state_dict), options.unused),
         lambda: reader.destination(_dict_of(to), options.ignore),
     ]
-    source, destination = (checked(read, reader.problems, reader.rank, {}) for read in reads)
-    checked_rules = checked(lambda: _rules(rules), problems, reader.rank, [])
+    source, destination = (read_or_report(read, reader.problems, reader.rank, {}) for read in reads)
+    checked_rules = read_or_report(lambda: _rules(rules), problems, reader.rank, [])
     device, kind = _device(device_argument, source, destination, group, reader)
     mine = declare(source, destination, reader.unread)
-    # Unread names are declared too, so that other ranks do not report them as missing.
+    # Names that could not be read are declared too, so that other ranks do not report them as missing.
     agreed, found = declarations.agree(mine, {**options._asdict(), **kind}, [*problems, *reader.problems], group)
-    made, order, more = _map(agreed, checked_rules, options, reader.rank)
-    used = {piece.source for mapped in made.values() for piece in mapped.pieces} - reader.wrong
-    read = {name: x.plain for name, x in source.items() if name in used and x.local is not None}
-    filled = made.keys() - reader.wrong
-    written = {name: x.plain for name, x in destination.items() if name in filled and x.local is not None}
-    overlaps = functools.partial(_overlaps, options.staging == "double", reader.rank)
+    moving, order, more = _apply_map(agreed, checked_rules, options, reader.rank)
+    used = {piece.source for mapped in moving.values() for piece in mapped.pieces} - reader.invalid
+    read = {name: x.part for name, x in source.items() if name in used and x.local is not None}
+    filled = moving.keys() - reader.invalid
+    written = {name: x.part for name, x in destination.items() if name in filled and x.local is not None}
+    overlaps = functools.partial(_shared_memory_problems, options.staging == "double", reader.rank)
     more += overlaps(read, written)
-    starts = declarations.check_result(declarations.digest((made, order)), [*found, *more], group)
-    source_names, items = items_of(made, order)
-    in_group = _GroupRanks(group)
-    sources = {name: in_group.layout(agreed.source[name]) for name in source_names}
-    destinations = {name: in_group.layout(agreed.destination[name]) for name in order}
+    starts = declarations.check_result(declarations.digest((moving, order)), [*found, *more], group)
+    source_names, items = items_of(moving, order)
+    group_ranks = _GroupRankConverter(group)
+    sources = {name: group_ranks.layout(agreed.source[name]) for name in source_names}
+    destinations = {name: group_ranks.layout(agreed.destination[name]) for name in order}
     # State dicts of modules and functions are read again at each start.
-    again = [read if _is_function(argument) else None for read, argument in zip(reads, (state_dict, to))]
+    read_again = [read if _is_function(argument) else None for read, argument in zip(reads, (state_dict, to))]
     tensors = Tensors(
-        Passed("source", source, sources, reader, again[0], device),
-        Passed("destination", destination, destinations, reader, again[1], device),
+        SideTensors("source", source, sources, reader, read_again[0], device),
+        SideTensors("destination", destination, destinations, reader, read_again[1], device),
         overlaps,
     )
-    ends = list(sources.values()), list(destinations.values())
-    return SetUp(*ends, items, source_names, order, tensors, starts, dist.get_rank(group), device)
+    layouts = list(sources.values()), list(destinations.values())
+    return Setup(*layouts, items, source_names, order, tensors, starts, dist.get_rank(group), device)
 
 
 def _is_function(value: Any) -> bool:
-    """Returns True for a function that returns a state dict, and for a module."""
+    """Returns True for a module and for a function, whose state dict is read at each start."""
     return callable(value) and not isinstance(value, Mapping)
 
 
@@ -182,14 +187,14 @@ def _dict_of(value: Any) -> Any:
     return value() if _is_function(value) else value
 
 
-def checked(read: Callable[[], Any], problems: list[str], rank: int, otherwise: Any = None) -> Any:
-    """Returns ``read()``. If it raises, appends a problem and returns `otherwise`."""
+def read_or_report(read: Callable[[], Any], problems: list[str], rank: int, default: Any = None) -> Any:
+    """Returns the result of `read`. If it raises, appends the error to `problems` and returns `default`."""
     try:
         return read()
-    except Exception as error:  # any error: the other ranks must raise too
+    except Exception as error:  # of any type, because the other ranks must raise too
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         problems.append(f"{kind}{error} (on rank {rank})")
-        return otherwise
+        return default
 
 
 def _rules(value: Any) -> list[Rule]:
@@ -204,14 +209,14 @@ def _rules(value: Any) -> list[Rule]:
 
 def _device(
     device_argument: Any,
-    source: dict[str, Given],
-    destination: dict[str, Given],
+    source: dict[str, PassedTensor],
+    destination: dict[str, PassedTensor],
     group: dist.ProcessGroup | None,
     reader: Reader,
 ) -> tuple[torch.device, dict[str, str]]:
-    """Returns this rank's device, and the option {"device": type}, which must be equal on all ranks that have it.
+    """Returns this rank's device, and its type as an option {"device": type} to compare with the other ranks.
 
-    Ranks without tensors have the option only if they pass a device.
+    The option is {} on ranks that pass neither tensors nor a device. Appends problems to those of the reader.
     """
     first: dict[torch.device, str] = {}
     for tensors in (source, destination):
@@ -229,35 +234,37 @@ def _device(
     return device, {"device": device.type} if first or device_argument is not None else {}
 
 
-def _overlaps(
-    stages: bool, rank: int, read: Mapping[str, torch.Tensor], written: Mapping[str, torch.Tensor]
+def _shared_memory_problems(
+    has_second_copy: bool, rank: int, read: Mapping[str, torch.Tensor], written: Mapping[str, torch.Tensor]
 ) -> list[str]:
-    """Returns a problem for each destination that shares memory with a source or with another destination."""
-    # With a second copy, a destination may be the same tensor as a source: nothing is written to it before the
-    # exchange.
+    """Returns a problem for each destination that shares memory with a source or with another destination.
+
+    With a second copy, a destination may be the same tensor as a source, because nothing is written to it before the
+    copies are exchanged. `read` has this rank's sources and `written` its destinations, by name.
+    """
     problems = [
         f"destination {to}: its memory must not be shared, got memory shared with source {of}"
         + ("; with staging='double' both may be the same tensor" if source is into else "")
         for of, to, source, into in memory_spans.shared_memory(read, written)
-        if not (stages and source is into)
+        if not (has_second_copy and source is into)
     ] + [
         f"destination {to}: its memory must not be shared, got memory shared with destination {of}"
         for of, to, _, _ in memory_spans.shared_memory({}, written, among_written=True)
     ]
-    if stages and not problems:
+    if has_second_copy and not problems:
         problems += second_copy.problems(read, written)
     return [f"{problem} (on rank {rank})" for problem in problems]
 
 
-def _map(
+def _apply_map(
     agreed: Agreed, rules: Iterable[Rule], options: Options, rank: int
 ) -> tuple[dict[str, Any], list[str], list[str]]:
-    """Returns the mapped tensors that move, their names in order, and the problems of map and destination."""
+    """Applies the rules. Returns the mapped tensors that move, their names in order, and problems with both sides."""
     problems: list[str] = []
     tensors = {name: source_tensor(name, layout.shape, layout.dtype) for name, layout in agreed.source.items()}
     try:
         apply_rules(tensors, rules, problems)
-    except Exception as error:  # from a user's function; the other ranks must raise too
+    except Exception as error:  # of any type, from a user's function, because the other ranks must raise too
         problems.append(f"map: a function raised {type(error).__name__}: {error} (on rank {rank})")
         return {}, [], problems
     wanted = {name: Wanted(tuple(layout.shape), layout.dtype) for name, layout in agreed.destination.items()}
@@ -268,21 +275,21 @@ def _map(
     return {name: tensors[name] for name in names}, names, [*problems, *differences]
 
 
-class _GroupRanks:
+class _GroupRankConverter:
     """Converts layouts from global ranks to ranks of a group."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         ranks = groups.ranks_in_meshes(group)
-        self._number = None if list(ranks) == list(range(len(ranks))) else {rank: i for i, rank in enumerate(ranks)}
-        self._known: dict[_planner.Layout, Layout] = {}
+        self._index = None if list(ranks) == list(range(len(ranks))) else {rank: i for i, rank in enumerate(ranks)}
+        self._cached: dict[_planner.Layout, Layout] = {}
 
     def layout(self, layout: _planner.Layout) -> _planner.Layout:
-        """Returns the layout on the same mesh of ranks of the group."""
-        if self._number is None:
+        """Returns the layout with ranks of the group in place of global ranks."""
+        if self._index is None:
             return layout
-        if layout not in self._known:
+        if layout not in self._cached:
             mesh = layout.mesh
-            moved = Mesh(dict(zip(mesh.dim_names, mesh.shape)), [self._number[rank] for rank in mesh.ranks])
-            ends = layout.shape, layout.placements, layout.dtype, layout.shard_order, "literal", layout.flattened
-            self._known[layout] = Layout(moved, *ends)
-        return self._known[layout]
+            moved = Mesh(dict(zip(mesh.dim_names, mesh.shape)), [self._index[rank] for rank in mesh.ranks])
+            layouts = layout.shape, layout.placements, layout.dtype, layout.shard_order, "literal", layout.flattened
+            self._cached[layout] = Layout(moved, *layouts)
+        return self._cached[layout]

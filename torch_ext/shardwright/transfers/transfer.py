@@ -31,7 +31,7 @@ from ..versions.second_copy import SecondCopy
 from . import batches
 from .batches import BoundBatch
 from .progress import Progress
-from .setup import Options, SetUp, checked, read_options, set_up
+from .setup import Options, Setup, read_options, read_or_report, set_up
 
 
 def transfer(
@@ -109,13 +109,13 @@ def transfer(
     return Transfer(set_up(state_dict, to, map, options, group, device, problems), options, progress, group)
 
 
-_Run = batches.Run | Rounds
-# Destinations that are received together: their indices, the run, and this rank's tensors.
+_Run = batches.Run | Rounds  # of everything, or of what changed
+# Destinations that `receive` moves together: their indices, the run of their batch, and this rank's tensors.
 _Group = tuple[range, batches.Run, list[torch.Tensor]]
 
 
 class SourceFree:
-    """Waits for the last read of a transfer's sources."""
+    """The event after which a transfer no longer reads its sources."""
 
     def __init__(self, run: _Run) -> None:
         self._run = run
@@ -137,12 +137,12 @@ class TransferHandle:
         self._owner = owner
         self._run = run
         self._locations = locations  # of the destination's tensors
-        self._failure = failure  # error of a progress function, raised once
+        self._failure = failure  # error of a progress function, which the next wait raises
         self.is_waited_for = False
         self.source_free = SourceFree(run)
 
     def is_done(self) -> bool:
-        """True if the transfer is complete. Does not wait."""
+        """Returns True if the transfer is complete. Does not wait."""
         return self._run.is_done()
 
     def wait(self, swap: bool = True) -> None:
@@ -154,7 +154,7 @@ class TransferHandle:
             failure = self._owner._complete(self._run)
             self._failure = self._failure or failure
             self.is_waited_for = True
-            if not self._owner._stages:
+            if not self._owner._has_second_copy:
                 self._owner._check_locations("wait", self._locations)
             elif swap:
                 self._owner.swap()
@@ -168,7 +168,7 @@ class Receiving(Generator[tuple[str, Any], None, None]):
 
     def __init__(self, tensors: Generator[tuple[str, Any], None, None]) -> None:
         self._tensors = tensors
-        self._completed_by = ""
+        self._completed_by = ""  # the method that completed the transfer before the end of the iteration, if any
 
     def send(self, value: None) -> tuple[str, Any]:
         if self._completed_by:
@@ -193,41 +193,41 @@ class Transfer:
 
     def __init__(
         self,
-        made: SetUp,
+        setup: Setup,
         options: Options,
         progress: bool | Callable[[int, int, str], None],
         group: dist.ProcessGroup | None,
     ) -> None:
-        self._made = made
+        self._setup = setup
         self._options = options
         self._group = groups.weakly(group)
         self._progress = progress
-        self._stages = options.staging == "double"
+        self._has_second_copy = options.staging == "double"
         self._changes: Changes | None = None
         if options.only_changed:
-            ends = Ends(made.sources, made.destinations, made.items, made.rank)
+            ends = Ends(setup.sources, setup.destinations, setup.items, setup.rank)
             check_changes(ends, options.only_changed, options.staging)
             self._changes = Changes(ends, options.only_changed, group)
-        self._under_way: TransferHandle | None = None  # the last `start`
-        self._receiving: weakref.ref[Receiving] | None = None
-        self._own: dict[int, torch.Tensor] = {}  # tensors allocated here, by index of the destination
-        self._copy: SecondCopy | None = None
-        # Raises on all ranks if a bucket is too small, before anything moves.
-        self._batch = self._plan(range(len(made.names)), options.buckets)
-        self._chunks: list[tuple[range, BoundBatch]] | None = None  # groups of destinations of `receive`
-        self._most_groups = min(2, options.buckets)  # groups in flight in `receive`, which share the buckets
+        self._last_handle: TransferHandle | None = None  # of the last `start`
+        self._receiving: weakref.ref[Receiving] | None = None  # of the last `receive`
+        self._allocated: dict[int, torch.Tensor] = {}  # tensors allocated for destinations, by index
+        self._second_copy: SecondCopy | None = None
+        # The batch of all destinations. Raises on all ranks, before anything moves, if a bucket is too small.
+        self._batch = self._bind_batch(range(len(setup.names)), options.buckets)
+        self._receive_batches: list[tuple[range, BoundBatch]] | None = None  # groups of destinations, for `receive`
+        self._max_groups = min(2, options.buckets)  # groups in flight in `receive`, which share the buckets
 
     @property
     def names(self) -> list[str]:
         """The names of the tensors that move, in order, on all ranks."""
-        return list(self._made.names)
+        return list(self._setup.names)
 
     @property
     def tensors(self) -> dict[str, Any]:
         """This rank's part of the destination by name: the tensors passed as `to`, or local tensors allocated here."""
-        made = self._made
-        front = self._destination()
-        return {name: self._value(name, front[i]) for i, name in enumerate(made.names) if made.has_part(i)}
+        setup = self._setup
+        tensors = self._destination()
+        return {name: self._shown_tensor(name, tensors[i]) for i, name in enumerate(setup.names) if setup.has_part(i)}
 
     def start(self, everything: bool = False) -> TransferHandle:
         """Starts to move the current values of the source. All ranks of the group must call this at the same point.
@@ -244,24 +244,24 @@ class Transfer:
                 when the transfer was planned, or its module no longer has it.
             RuntimeError: other ranks did not call within the timeout.
         """
-        failure = self._complete_all("start")
-        notes = self._renew(everything)
-        front = self._destination()
+        failure = self._complete_earlier_runs("start")
+        notes = self._reread(everything)
+        tensors = self._destination()
         run: _Run
         report = None
         if self._changes is not None:
-            run, report = self._start_changed(self._changes, [Note(*note) for note in notes], front)
-        elif self._stages:
-            if self._copy is None or self._copy.locations != locations_of(front):
-                self._copy = SecondCopy(front)
-            run = self._batch.start(self._copy.tensors)
+            run, report = self._start_changed(self._changes, [Note(*note) for note in notes], tensors)
+        elif self._has_second_copy:
+            if self._second_copy is None or self._second_copy.locations != locations_of(tensors):
+                self._second_copy = SecondCopy(tensors)
+            run = self._batch.start(self._second_copy.tensors)
         else:
-            run = self._batch.start(front)
-        if not self._stages:
-            self._mark_given(range(len(front)))
-        self._under_way = TransferHandle(self, run, failure, locations_of(front))
-        self._under_way.report = report
-        return self._under_way
+            run = self._batch.start(tensors)
+        if not self._has_second_copy:
+            self._increment_versions(range(len(tensors)))
+        self._last_handle = TransferHandle(self, run, failure, locations_of(tensors))
+        self._last_handle.report = report
+        return self._last_handle
 
     def receive(self) -> Receiving:
         """Starts to move the source, and yields (name, tensor) of this rank's parts as they complete.
@@ -274,14 +274,14 @@ class Transfer:
         Earlier runs of this transfer are completed first; an earlier iterator that is not at its end then raises
         RuntimeError. An iterator that is closed or dropped completes the transfer, even if it was never advanced.
         """
-        if self._stages:
+        if self._has_second_copy:
             raise argument_error("receive: staging", "None", "'double'; call start() instead")
         if self._changes is not None:
             raise argument_error(
                 "receive: only_changed", "False", f"{self._options.only_changed}; call start() instead"
             )
-        failure = self._complete_all("receive")
-        self._renew()
+        failure = self._complete_earlier_runs("receive")
+        self._reread()
         tensors = self._receive(failure)
         next(tensors)  # starts the first groups, so that `close` completes the transfer from here on
         receiving = Receiving(tensors)
@@ -294,14 +294,14 @@ class Transfer:
         The storages swap their memory, so views of the tensors, and parameters whose detached tensors were passed,
         change too. A captured CUDA graph keeps reading the same addresses.
         """
-        if self._copy is None:
+        if self._second_copy is None:
             raise ValueError("swap: there is no second copy; use staging='double', and call start() first")
-        if self._under_way is not None and not self._under_way.is_waited_for:
+        if self._last_handle is not None and not self._last_handle.is_waited_for:
             raise RuntimeError("swap: the last transfer was not waited for; call its wait(swap=False) first")
-        self._check_locations("swap", self._copy.locations)
-        self._copy.exchange()
+        self._check_locations("swap", self._second_copy.locations)
+        self._second_copy.exchange()
         torch.autograd.graph.increment_version(self._destination())
-        self._mark_given(range(len(self._made.names)))
+        self._increment_versions(range(len(self._setup.names)))
 
     def explain(self, topology: Topology | str | None = None, limit: int = explaining.LIMIT) -> str:
         """Returns bytes, rounds, memory and predicted time, also by tensor and by link, as text. No communication.
@@ -312,22 +312,22 @@ class Transfer:
         """
         table = named_topology(topology)
         if table is None:
-            lowering = executables.lowering(self._made.device.type, self._group.get())
+            lowering = executables.lowering(self._setup.device.type, self._group.get())
             now = tables_now()
             table = now.measured_topology(lowering.name) or now.environment or lowering.default_topology
-        return explaining.explain(self._batch.batch, self._made.names, table, limit)
+        return explaining.explain(self._batch.batch, self._setup.names, table, limit)
 
-    def _start_changed(self, changes: Changes, notes: list[Note], front: list[torch.Tensor]) -> tuple[_Run, Report]:
-        """Starts to send what changed, or everything. `notes` are those of all ranks."""
+    def _start_changed(self, changes: Changes, notes: list[Note], tensors: list[torch.Tensor]) -> tuple[_Run, Report]:
+        """Starts to send what changed, or everything, to `tensors`. `notes` are those of all ranks about changes."""
         reason = changes.decide(notes)
         if reason:
             counters.counts.full_starts += 1
-            return self._batch.start(front), changes.report(reason, None)
-        group, into = self._group.get(), [tensor.detach() for tensor in front]
-        torch.autograd.graph.increment_version(into)  # writes in inference mode bypass autograd
+            return self._batch.start(tensors), changes.report(reason, None)
+        group, written = self._group.get(), [tensor.detach() for tensor in tensors]
+        torch.autograd.graph.increment_version(written)  # writes in inference mode bypass autograd
         round_bytes = self._options.bucket_bytes * self._options.buckets
-        wire = executables.wire(self._made.device.type, group)
-        rounds = changes.send(notes, self._source, into, round_bytes, group, wire)
+        wire = executables.wire(self._setup.device.type, group)
+        rounds = changes.send(notes, self._source, written, round_bytes, group, wire)
         report = changes.report("", rounds)
         counters.counts.changed_starts += 1
         counters.counts.changed_bytes += report.received_bytes
@@ -335,64 +335,64 @@ class Transfer:
 
     def _source(self, index: int) -> torch.Tensor:
         """Returns this rank's part of a source."""
-        return argument_checks.resolved(self._made.source(index).detach())
+        return argument_checks.resolved(self._setup.source(index).detach())
 
     def _destination(self) -> list[torch.Tensor]:
-        """Returns this rank's tensors of all destinations. Missing ones are allocated once and kept."""
-        passed = map(self._made.destination, range(len(self._made.names)))
-        return [tensor if tensor is not None else self._made_here(index) for index, tensor in enumerate(passed)]
+        """Returns this rank's tensors of all destinations: passed ones, else ones that are allocated once and kept."""
+        passed = map(self._setup.destination, range(len(self._setup.names)))
+        return [tensor if tensor is not None else self._allocated_tensor(index) for index, tensor in enumerate(passed)]
 
-    def _made_here(self, index: int) -> torch.Tensor:
-        """Returns this rank's tensor of a destination that `to` has no tensor for. Allocated once."""
-        if index not in self._own:
-            self._own[index] = self._local(index)
-        return self._own[index]
+    def _allocated_tensor(self, index: int) -> torch.Tensor:
+        """Returns the tensor that is allocated once for a destination, if none was passed."""
+        if index not in self._allocated:
+            self._allocated[index] = self._destination_tensor(index)
+        return self._allocated[index]
 
     def _check_locations(self, by: str, locations: list[Location]) -> None:
         """Raises RuntimeError if this rank's destination is no longer at `locations` in memory."""
-        if self._made.tensors.destination.renew() or locations_of(self._destination()) != locations:
+        if self._setup.tensors.destination.reread() or locations_of(self._destination()) != locations:
             raise RuntimeError(
                 f"{by}: tensors of the destination got other storages after the last start(); start again"
             )
 
-    def _renew(self, everything: bool = False) -> list[Any]:
-        """Reads all tensors again. Raises on all ranks, before anything is sent, if some no longer match the plan.
+    def _reread(self, everything: bool = False) -> list[Any]:
+        """Reads all tensors again. Returns the notes of all ranks about their changes.
 
-        Returns the notes of all ranks about changes. They are exchanged together with the problems.
+        Raises ValueError on all ranks, before anything is sent, if a tensor no longer matches the plan.
         """
-        own = self._copy.num_tensors if self._copy is not None else {}
+        own = self._second_copy.num_tensors if self._second_copy is not None else {}
         problems: list[str] = []
         rank = groups.rank_in_meshes(self._group.get())
-        problems += checked(lambda: self._made.tensors.renew(own), problems, rank, [])
+        problems += read_or_report(lambda: self._setup.tensors.reread(own), problems, rank, [])
         note, changes = None, self._changes
         if changes is not None and not problems:
-            note = checked(lambda: changes.look(self._source, self._destination(), everything), problems, rank)
-        return self._made.starts.agree(problems, note)
+            note = read_or_report(lambda: changes.look(self._source, self._destination(), everything), problems, rank)
+        return self._setup.starts.agree(problems, note)
 
-    def _mark_given(self, indices: range) -> None:
-        """Increments the versions of passed tensors. Those of a DTensor and its local tensor are separate."""
-        tensors = (self._made.tensors.destination.given.get(self._made.names[index]) for index in indices)
+    def _increment_versions(self, indices: range) -> None:
+        """Tells autograd about writes to passed tensors. A DTensor and its local tensor have separate versions."""
+        tensors = (self._setup.tensors.destination.given.get(self._setup.names[index]) for index in indices)
         values = [tensor.value for tensor in tensors if tensor is not None and tensor.value is not None]
         torch.autograd.graph.increment_version(values)
 
-    def _local(self, index: int) -> torch.Tensor:
-        """Returns this rank's tensor of a destination. Allocates it if none was passed."""
-        made = self._made
-        layout = made.destinations[index]
-        if (tensor := made.destination(index)) is not None:
+    def _destination_tensor(self, index: int) -> torch.Tensor:
+        """Returns the tensor that this rank passed for a destination, or a new tensor of its shape."""
+        setup = self._setup
+        layout = setup.destinations[index]
+        if (tensor := setup.destination(index)) is not None:
             return tensor
-        shape = layout.local_shape(made.rank) if made.has_part(index) else (0,)
-        return torch.empty(shape, dtype=getattr(torch, layout.dtype), device=made.device)
+        shape = layout.local_shape(setup.rank) if setup.has_part(index) else (0,)
+        return torch.empty(shape, dtype=getattr(torch, layout.dtype), device=setup.device)
 
-    def _value(self, name: str, local: torch.Tensor) -> Any:
-        """Returns the tensor to show the user for a local tensor: the one passed in `to`, if any."""
-        tensor = self._made.tensors.destination.given.get(name)
+    def _shown_tensor(self, name: str, local: torch.Tensor) -> Any:
+        """Returns the tensor that the user gets for a destination's local tensor: the one passed in `to`, if any."""
+        tensor = self._setup.tensors.destination.given.get(name)
         return local if tensor is None or tensor.value is None else tensor.value
 
-    def _plan(self, destinations: range, buckets: int, first_sender: int = 0) -> BoundBatch:
+    def _bind_batch(self, destinations: range, buckets: int, first_sender: int = 0) -> BoundBatch:
         """Returns the batch that fills these destinations. Sender group `first_sender` is tried first."""
         return BoundBatch(
-            self._made, destinations, self._options.bucket_bytes, buckets, self._group.get(), first_sender
+            self._setup, destinations, self._options.bucket_bytes, buckets, self._group.get(), first_sender
         )
 
     def _complete(self, run: _Run) -> Exception | None:
@@ -401,8 +401,8 @@ class Transfer:
         Returns the error of the progress function, which is not called again after it.
         """
         failure = None
-        with Progress(self._progress, self._made, groups.rank_in_meshes(self._group.get())) as report:
-            for index in run.in_order():
+        with Progress(self._progress, self._setup, groups.rank_in_meshes(self._group.get())) as report:
+            for index in run.completion_order():
                 run.wait_for(index)
                 try:
                     if failure is None:
@@ -414,18 +414,17 @@ class Transfer:
             self._changes.note_written(self._destination())
         return failure
 
-    def _complete_all(self, by: str) -> Exception | None:
-        """Completes earlier runs, for which other ranks wait.
+    def _complete_earlier_runs(self, by: str) -> Exception | None:
+        """Completes earlier runs, because other ranks wait for them. `by` is the method that calls.
 
-        Returns the error of a progress function, for the next wait to raise: raised here, it would leave other ranks
-        waiting.
+        Returns the error of a progress function, if any. Raised here, it would leave other ranks waiting.
         """
         receiving = self._receiving() if self._receiving is not None else None
         if receiving is not None:
             receiving.complete(by)
         try:
-            if self._under_way is not None:
-                self._under_way.wait()
+            if self._last_handle is not None:
+                self._last_handle.wait()
         except dist.DistBackendError:
             raise
         except Exception as error:
@@ -433,64 +432,64 @@ class Transfer:
         return None
 
     def _receive(self, failure: Exception | None) -> Generator[tuple[str, Any], None, None]:
-        """The generator of `receive`. Its first item is empty: it means that the first groups have started."""
-        if self._chunks is None:
-            buckets = self._options.buckets // self._most_groups
-            chunked = enumerate(self._chunked())
-            self._chunks = [(chunk, self._plan(chunk, buckets, turn)) for turn, chunk in chunked]
-        made = self._made
-        under_way: list[_Group] = []
-        left = iter(self._chunks)
-        with Progress(self._progress, made, groups.rank_in_meshes(self._group.get())) as report:
-            self._fill(under_way, left)
-            with self._moving_all(under_way, left):
+        """Yields ("", None) once the first groups have started, and then the items of `receive`."""
+        if self._receive_batches is None:
+            buckets = self._options.buckets // self._max_groups
+            chunked = enumerate(self._destination_ranges())
+            self._receive_batches = [(chunk, self._bind_batch(chunk, buckets, index)) for index, chunk in chunked]
+        setup = self._setup
+        in_flight: list[_Group] = []
+        rest = iter(self._receive_batches)
+        with Progress(self._progress, setup, groups.rank_in_meshes(self._group.get())) as report:
+            self._start_groups(in_flight, rest)
+            with self._completing_on_error(in_flight, rest):
                 yield "", None
-            while self._fill(under_way, left):
-                chunk, run, tensors = under_way[0]
-                for index in run.in_order():
+            while self._start_groups(in_flight, rest):
+                chunk, run, tensors = in_flight[0]
+                for index in run.completion_order():
                     run.wait_for(index)
-                    with self._moving_all(under_way, left):
+                    with self._completing_on_error(in_flight, rest):
                         report(chunk[index])
-                        name, local = made.names[chunk[index]], tensors[index]
+                        name, local = setup.names[chunk[index]], tensors[index]
                         tensors[index] = local.new_empty(0)
-                        if made.has_part(chunk[index]):
-                            yield name, self._value(name, local)
+                        if setup.has_part(chunk[index]):
+                            yield name, self._shown_tensor(name, local)
                         del local
                 run.wait()
-                del run, tensors, under_way[0]
+                del run, tensors, in_flight[0]
         if failure is not None:
             raise failure
 
     @contextlib.contextmanager
-    def _moving_all(self, under_way: list[_Group], left: Iterator[tuple[range, BoundBatch]]) -> Iterator[None]:
-        """Completes the transfer if the block raises or the iterator is closed, because other ranks continue."""
+    def _completing_on_error(self, in_flight: list[_Group], rest: Iterator[tuple[range, BoundBatch]]) -> Iterator[None]:
+        """Completes the transfer if the block raises or the iterator is closed, because other ranks wait for it."""
         try:
             yield
         except BaseException:
-            while self._fill(under_way, left):
-                under_way.pop(0)[1].wait()
+            while self._start_groups(in_flight, rest):
+                in_flight.pop(0)[1].wait()
             raise
 
-    def _fill(self, under_way: list[_Group], left: Iterator[tuple[range, BoundBatch]]) -> bool:
-        """Starts groups up to the maximum in flight. Returns False if no group is left."""
-        while len(under_way) < self._most_groups and (following := next(left, None)) is not None:
+    def _start_groups(self, in_flight: list[_Group], rest: Iterator[tuple[range, BoundBatch]]) -> bool:
+        """Starts groups of `rest` until `_max_groups` are in flight. Returns False if none is in flight or left."""
+        while len(in_flight) < self._max_groups and (following := next(rest, None)) is not None:
             chunk, batch = following
-            tensors = [self._local(i) for i in chunk]
-            under_way.append((chunk, batch.start(tensors), tensors))
-            self._mark_given(chunk)
-        return bool(under_way)
+            tensors = [self._destination_tensor(i) for i in chunk]
+            in_flight.append((chunk, batch.start(tensors), tensors))
+            self._increment_versions(chunk)
+        return bool(in_flight)
 
-    def _chunked(self) -> Iterator[range]:
-        """Yields ranges of destinations of about `bucket_bytes` on the rank that has most. Equal on all ranks."""
+    def _destination_ranges(self) -> Iterator[range]:
+        """Yields ranges of destinations whose largest parts fit into `bucket_bytes`. Equal on all ranks."""
         begin, total = 0, 0
-        for i, layout in enumerate(self._made.destinations):
+        for i, layout in enumerate(self._setup.destinations):
             size = _largest_part_bytes(layout)
             if i > begin and total + size > self._options.bucket_bytes:
                 yield range(begin, i)
                 begin, total = i, 0
             total += size
-        if begin < len(self._made.destinations):
-            yield range(begin, len(self._made.destinations))
+        if begin < len(self._setup.destinations):
+            yield range(begin, len(self._setup.destinations))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -186,7 +186,7 @@ class Rounds:
             self.wait()
             self._start(begin, begin + per_message, source, destination)
 
-    def in_order(self) -> list[int]:
+    def completion_order(self) -> list[int]:
         """Returns the indices of the destinations, which are completed together."""
         return list(range(self._num_destinations))
 
