@@ -124,9 +124,9 @@ def _release_late(scratch: str) -> None:
         gc.collect()
         return make(*args)
 
-    make = problem._make
+    make = problem._plan_and_bind
     if rank == 0:
-        problem._make = make_late
+        problem._plan_and_bind = make_late
     for _ in range(2):
         sw.attention.scaled_dot_product_attention(x, x, x)
 

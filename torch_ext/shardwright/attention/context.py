@@ -61,7 +61,15 @@ def redistribute_sequence(
 
 
 def _placement(placement: Any, dim: int, size: int, count: int, argument: str) -> Any:
-    """Returns the placement of tensor dim `dim` for the argument src or dst of `redistribute_sequence`."""
+    """Returns the placement of a tensor whose sequence is its dim `dim`.
+
+    Args:
+        placement: the argument `src` or `dst` of `redistribute_sequence`.
+        dim: the dim of the sequence.
+        size: the length of the full sequence.
+        count: the number of ranks.
+        argument: "src" or "dst", for errors.
+    """
     if isinstance(placement, str) and placement == "whole":
         return Replicate()
     (text,) = sequence_layout(placement, size, count, argument).placements
@@ -69,7 +77,7 @@ def _placement(placement: Any, dim: int, size: int, count: int, argument: str) -
 
 
 # Functions that call attention, directly or in a backward that recomputes a checkpoint. PyTorch disables a mode while
-# it handles a function, so the mode is entered again for these.
+# it handles a function, so `AttentionMode` enters itself again for these.
 _CALLS_ATTENTION = (
     F.multi_head_attention_forward,
     torch.Tensor.backward,
@@ -78,17 +86,20 @@ _CALLS_ATTENTION = (
 )
 
 
-def _without_modes_of_its_own(func: Any) -> Any:
-    """Returns a copy of a function that does not dispatch itself to modes, so that it may run while a mode is on."""
-    asks = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
-    names = {**func.__globals__, **dict.fromkeys(asks, lambda *_: False)}
+def _without_mode_dispatch(func: Any) -> Any:
+    """Returns a copy of a PyTorch function that runs its body while a mode is on, instead of calling the mode."""
+    dispatch_checks = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+    names = {**func.__globals__, **dict.fromkeys(dispatch_checks, lambda *_: False)}
     copy = types.FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
     copy.__kwdefaults__ = func.__kwdefaults__
     return copy
 
 
-class Attending(TorchFunctionMode):
-    """A mode that replaces PyTorch's scaled_dot_product_attention by ours on the thread that entered it."""
+class AttentionMode(TorchFunctionMode):
+    """A mode that replaces PyTorch's scaled_dot_product_attention by shardwright's, on the thread that entered it.
+
+    `arguments` are passed to every call of `scaled_dot_product_attention`.
+    """
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__()
@@ -102,7 +113,7 @@ class Attending(TorchFunctionMode):
             raise argument_error("need_weights", "False while the sequence is sharded over ranks", True)
         if func in _CALLS_ATTENTION:
             with self:
-                return _without_modes_of_its_own(func)(*args, **kwargs)
+                return _without_mode_dispatch(func)(*args, **kwargs)
         return func(*args, **kwargs)
 
     def _attend(
@@ -120,7 +131,7 @@ class Attending(TorchFunctionMode):
         arguments = dict(self._arguments)
         if isinstance(query, DTensor):
             del arguments["size"]
-            _check_cut_over(query, arguments.pop("group"))
+            _check_sequence_is_sharded_over(query, arguments.pop("group"))
         result: torch.Tensor = scaled_dot_product_attention(
             query,
             key,
@@ -135,11 +146,11 @@ class Attending(TorchFunctionMode):
         return result
 
 
-def _check_cut_over(query: DTensor, group: dist.ProcessGroup) -> None:
+def _check_sequence_is_sharded_over(query: DTensor, group: dist.ProcessGroup) -> None:
     """Raises ValueError unless the query's sequence is sharded over the ranks of the group."""
     ranks = sorted(dist.get_process_group_ranks(group))
-    of_dims = (query.device_mesh.get_group(dim) for dim in sequence_dims(query))
-    if len(ranks) > 1 and all(sorted(dist.get_process_group_ranks(dim_group)) != ranks for dim_group in of_dims):
+    dim_groups = (query.device_mesh.get_group(dim) for dim in sequence_dims(query))
+    if len(ranks) > 1 and all(sorted(dist.get_process_group_ranks(dim_group)) != ranks for dim_group in dim_groups):
         raise ValueError(
             f"query must be a plain tensor, or a DTensor whose sequence is sharded over ranks {ranks}, got placements "
             f"{query.placements} on {query.device_mesh}. Use to_local() for a plain tensor"
@@ -212,17 +223,17 @@ def context_parallel(
     ]
     try:
         for tensor, part in zip(tensors, parts, strict=True):
-            _hold(tensor, part)
-        with Attending(group=group, size=total, layout=layout, method=method):
+            _set_content(tensor, part)
+        with AttentionMode(group=group, size=total, layout=layout, method=method):
             yield
     finally:
         for tensor, before in zip(tensors, full_tensors, strict=True):
             if id(tensor) not in not_restored:
-                _hold(tensor, before)
+                _set_content(tensor, before)
 
 
-def _hold(tensor: torch.Tensor, content: torch.Tensor) -> None:
-    """Replaces the tensor's content. A backward that has saved the tensor sees it as modified."""
+def _set_content(tensor: torch.Tensor, content: torch.Tensor) -> None:
+    """Gives a tensor the shape and memory of `content`. A backward that has saved the tensor raises an error."""
     tensor.data = content
     if not tensor.is_inference():
         torch.autograd.graph.increment_version(tensor)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from ..layouts import argument_values
 from ..layouts.errors import argument_error
 from .operators import attend
-from .problem import Call, Mask, Options, call_for, plan, tables_of
+from .problem import Call, Mask, Options, call_for, plan, tables_for
 
 __all__ = ["Mask", "scaled_dot_product_attention", "explain"]
 
@@ -95,7 +95,7 @@ def scaled_dot_product_attention(
     """
     _check_no_dropout(dropout_p)
     options = checked(is_causal, mask, scale, enable_gqa, method, chunks, save, merge, size, layout, kv_size, kv_layout)
-    tensors, is_3d = _of_four_dims(_as_autocast(q, k, v), mask)
+    tensors, is_3d = _with_four_dims(_as_autocast(q, k, v), mask)
     call = call_for(options, tensors, group)
     q, k, v = tensors[:3]
     out, lse = _attend(call, *(t.to_local() if isinstance(t, DTensor) else t for t in tensors))
@@ -114,14 +114,14 @@ def explain(
     The text also has the predicted time and memory of each method. All ranks that share the sequence call it. Nothing
     is computed, and no part of the tensors is sent. The arguments are those of `scaled_dot_product_attention`.
     """
-    tensors, _ = _of_four_dims(_as_autocast(q, k, v), arguments.get("mask"))
+    tensors, _ = _with_four_dims(_as_autocast(q, k, v), arguments.get("mask"))
     if unknown := sorted(set(arguments) - {*_DEFAULTS, "return_lse", "dropout_p"}):
         raise TypeError(f"explain() got an unexpected keyword argument {unknown[0]!r}")
     arguments.pop("return_lse", None)
     _check_no_dropout(arguments.pop("dropout_p", 0.0))
     options = checked(**{**_DEFAULTS, **arguments})
     attention = plan(options, tensors, group).attention
-    return attention.describe(*tables_of(attention, tensors[0].device.type))
+    return attention.describe(*tables_for(attention, tensors[0].device.type))
 
 
 # Default arguments of `checked`, for `explain`.
@@ -151,7 +151,7 @@ def checked(
 ) -> Options:
     """Returns the options in a hashable form. Raises ValueError, naming the argument, for invalid ones."""
     if isinstance(mask, torch.Tensor):
-        mask = None  # planned as a tensor
+        mask = None  # mask tensors are planned by shape and dtype, not as an option
     if mask is not None and not isinstance(mask, Mask):
         raise argument_error("mask", "a Mask or a tensor", f"a {type(mask).__name__}")
     check_method(method)
@@ -187,6 +187,7 @@ def checked(
 
 
 def _check_no_dropout(dropout_p: Any) -> None:
+    """Raises ValueError unless the dropout is 0."""
     if dropout_p != 0:
         raise ValueError(
             f"dropout_p must be 0, got {dropout_p!r}. Attention over ranks has no dropout of attention weights. Apply "
@@ -218,16 +219,16 @@ def _as_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tensors
 
 
-def _of_four_dims(tensors: tuple[Any, ...], mask: Any) -> tuple[tuple[torch.Tensor, ...], bool]:
+def _with_four_dims(tensors: tuple[Any, ...], mask: Any) -> tuple[tuple[torch.Tensor, ...], bool]:
     """Returns q, k, v and the mask if that is a tensor, all with four dims; and True if q, k and v had three."""
     is_3d = all(isinstance(t, torch.Tensor) and t.ndim == 3 for t in tensors)
     if is_3d:
         tensors = tuple(t.unsqueeze(1) for t in tensors)
     if not isinstance(mask, torch.Tensor):
         return tensors, is_3d
-    most = 3 if is_3d else 4
-    if mask.ndim > most:
-        raise argument_error("mask", f"of at most {most} dims, as q", f"shape {tuple(mask.shape)}")
+    max_dims = 3 if is_3d else 4
+    if mask.ndim > max_dims:
+        raise argument_error("mask", f"of at most {max_dims} dims, as q", f"shape {tuple(mask.shape)}")
     if is_3d and mask.ndim == 3:
         mask = mask.unsqueeze(1)
     if isinstance(mask, DTensor):
@@ -240,15 +241,18 @@ def _of_four_dims(tensors: tuple[Any, ...], mask: Any) -> tuple[tuple[torch.Tens
 
 
 def _local_mask(mask: DTensor, q: Any) -> torch.Tensor:
-    """Returns this rank's part of a mask that is placed like q, but replicated along dims in which it broadcasts."""
-    missing = 4 - mask.ndim
+    """Returns this rank's part of a mask DTensor. Raises ValueError unless the mask is placed like q.
+
+    Along mesh dims that shard q in a dim in which the mask broadcasts, the mask must be replicated.
+    """
+    num_missing = 4 - mask.ndim
     has_placements_of_q = isinstance(q, DTensor) and q.device_mesh == mask.device_mesh
     for mesh_dim, placement in enumerate(mask.placements if has_placements_of_q else ()):
-        of_q = q.placements[mesh_dim]
-        dim = None if of_q.is_replicate() or of_q.is_partial() else of_q.dim % 4 - missing
-        repeats = dim is None or dim < 0 or mask.shape[dim] == 1
-        cut = None if placement.is_replicate() else -1 if placement.is_partial() else placement.dim % mask.ndim
-        has_placements_of_q = has_placements_of_q and cut == (None if repeats else dim)
+        q_placement = q.placements[mesh_dim]
+        dim = None if q_placement.is_replicate() or q_placement.is_partial() else q_placement.dim % 4 - num_missing
+        is_broadcast = dim is None or dim < 0 or mask.shape[dim] == 1
+        sharded_dim = None if placement.is_replicate() else -1 if placement.is_partial() else placement.dim % mask.ndim
+        has_placements_of_q = has_placements_of_q and sharded_dim == (None if is_broadcast else dim)
     if not has_placements_of_q:
         raise argument_error("mask", "plain or placed like q, with all keys on each rank", mask.placements)
     return mask.to_local()
@@ -257,12 +261,13 @@ def _local_mask(mask: DTensor, q: Any) -> torch.Tensor:
 def _attend(
     call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None
 ) -> Sequence[torch.Tensor]:
+    """Runs a planned call. Returns the output and the log-sum-exp."""
     result: Sequence[torch.Tensor] = attend(q, k, v, mask, *call)
     return result
 
 
 def _as_dtensor(local: torch.Tensor, like: DTensor, shape: tuple[int, ...]) -> DTensor:
-    """Wraps `local`, this rank's part, in a DTensor of global shape `shape`, placed like `like`."""
+    """Returns a DTensor with this local tensor and global shape, placed like `like`."""
     stride = torch.empty(shape, device="meta").stride()
     size = torch.Size(shape)
     return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, shape=size, stride=stride)

@@ -21,12 +21,12 @@ def _run(inputs: list[torch.Tensor], text: str, groups: Sequence[str], rank: int
     """Runs an attention of either direction, given as text, on this rank. Returns its outputs."""
     executable = _runtime.executable(text, list(groups), rank)
     if checking.is_on():
-        _compare(executable, inputs)
+        _compare_ranks(executable, inputs)
     counters.counts.calls += 1
     return executable.run_all(inputs)
 
 
-def _compare(executable: _runtime.Executable, inputs: list[torch.Tensor]) -> None:
+def _compare_ranks(executable: _runtime.Executable, inputs: list[torch.Tensor]) -> None:
     """Raises on all ranks, in the debug mode, if ranks run different attentions or an input has a wrong shape."""
     errors = {}
     for name, tensor, shape in zip(("q", "k"), inputs, executable.input_shapes, strict=False):
@@ -99,6 +99,7 @@ def _(q: Any, k: Any, v: Any, *rest: Any) -> Any:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Saves on the autograd node what `_gradients` needs."""
     q, k, v, mask, _, backward, _, backward_groups, rank = inputs
     ctx.save_for_backward(q, k, v, *output, mask)
     ctx.program = backward, backward_groups, rank
@@ -106,7 +107,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor
 
 
 def _gradients(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
-    """The backward of `attend`."""
+    """Returns the gradients of the arguments of `attend`, from those of its output and of the log-sum-exp."""
     if dlse is not None:
         raise NotImplementedError("attention: lse has no gradient; detach it before it is used in a loss")
     if dout is None:

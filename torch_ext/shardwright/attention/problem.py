@@ -62,19 +62,18 @@ class Options(NamedTuple):
     kv_layout: Any
 
 
-# The operators' arguments except tensors: forward and backward as text, the group names of each, this rank.
+# The arguments of the operator `attend` after its tensors: forward and backward as text, the group names of each, rank.
 Call = tuple[str, str, tuple[str, ...], tuple[str, ...], int]
 
-
-_Form = tuple[str, tuple[int, ...]]  # dtype and shape of a mask
+_Form = tuple[str, tuple[int, ...]]  # dtype and shape of a mask tensor
 
 
 class Planned(NamedTuple):
-    """A planned attention, and the operators' arguments: without a mask tensor, and by dtype and shape of one."""
+    """A planned attention and the arguments of its operators."""
 
     attention: _planner.Attention
-    call: Call
-    by_mask: dict[_Form, Call]
+    call: Call  # without a mask tensor
+    by_mask: dict[_Form, Call]  # with a mask tensor of this dtype and shape
 
 
 class _Keys(NamedTuple):
@@ -96,26 +95,27 @@ class _Shards(NamedTuple):
     group: dist.ProcessGroup | None
 
 
-# Plans by mesh or group of the sequence. Planning is collective, so all of its ranks must add and drop equal plans.
+# Plans by the mesh or group that shares the sequence, then by call. Planning is collective, so all ranks of a mesh or
+# group must add and drop the same plans; hence each has a dict of its own.
 _planned: executables.PlanningCache[dict[Hashable, Planned]] = executables.PlanningCache()
-MAX_PLANNED = 1024
+MAX_PLANNED = 1024  # plans of one mesh or group
 
 
 def call_for(options: Options, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> Call:
-    """Returns the operators' arguments for a call, planned by `plan`, also while a graph is traced."""
+    """Returns the arguments of the operator for a call, planned by `plan`. Also works while Dynamo traces a graph."""
     if not torch.compiler.is_compiling():
         return uncompiled(plan, _disabled_plan)(options, tensors, group).call
     _check_are_tensors(tensors)
-    # Compilers make constants of tuples and strings, not of our classes.
+    # Dynamo can pass tuples and strings to `_planned_call` as constants, but not objects of our classes.
     if hasattr(options.layout, "text"):
         options = options._replace(layout=options.layout.text(options.size))
     if hasattr(options.kv_layout, "text"):
         options = options._replace(
             kv_layout=options.kv_layout.text(options.size if options.kv_size is None else options.kv_size)
         )
-    refusal, call = _planned_call(tuple(options), tuple(meta_of(tensor) for tensor in tensors), group)
-    if refusal is not None:
-        raise ValueError(refusal)
+    error, call = _planned_call(tuple(options), tuple(meta_of(tensor) for tensor in tensors), group)
+    if error is not None:
+        raise ValueError(error)
     return call
 
 
@@ -123,7 +123,10 @@ def call_for(options: Options, tensors: Sequence[torch.Tensor], group: dist.Proc
 def _planned_call(
     options: tuple[Any, ...], metas: tuple[tuple[Any, ...], ...], group: dist.ProcessGroup | None
 ) -> tuple[str | None, Any]:
-    """Returns an error message or None, and the operators' arguments."""
+    """Returns an error message or None, and the operator's arguments. Dynamo stores the result as a constant.
+
+    `metas` describe the tensors (`meta_of`).
+    """
     guards.mark_graph()
     try:
         return None, on_fakes(metas, lambda *fakes: plan(Options(*options), fakes, group)).call
@@ -132,6 +135,7 @@ def _planned_call(
 
 
 def _check_are_tensors(tensors: Sequence[torch.Tensor]) -> None:
+    """Raises ValueError unless q, k and v are tensors."""
     for name, tensor in zip("qkv", tensors[:3], strict=True):
         if not isinstance(tensor, torch.Tensor):
             raise argument_error(name, "a tensor", f"a {type(tensor).__name__}")
@@ -144,25 +148,25 @@ def plan(options: Options, tensors: Sequence[torch.Tensor], group: dist.ProcessG
     """
     _check_are_tensors(tensors)
     argument_checks.check_group(group)
-    described = tuple(
+    tensor_keys = tuple(
         (t._spec, t._local_tensor.shape) if isinstance(t, DTensor) else (t.shape, t.dtype, t.device)
         for t in tensors[:3]
     )
     masks = tensors[3:]
     needs_grad = options.method == "auto" and torch.is_grad_enabled() and any(t.requires_grad for t in tensors[:3])
-    sharers = tensors[0].device_mesh if isinstance(tensors[0], DTensor) else None
-    key = (options, described, len(masks), needs_grad)  # ranks may differ in the shapes of masks
-    of_mesh = None if sharers is None else groups.key_of_mesh(sharers)
-    cache = _planned.get_or_make((sharers, of_mesh, None if group is None else groups.weakly(group)), dict)
+    mesh = tensors[0].device_mesh if isinstance(tensors[0], DTensor) else None
+    key = (options, tensor_keys, len(masks), needs_grad)  # ranks may differ in the shapes of masks
+    mesh_key = None if mesh is None else groups.key_of_mesh(mesh)
+    cache = _planned.get_or_make((mesh, mesh_key, None if group is None else groups.weakly(group)), dict)
     planned = cache.get(key)
     if planned is None:
-        planned = _make(options, tensors, group, needs_grad)
+        planned = _plan_and_bind(options, tensors, group, needs_grad)
         executables.put_bounded(cache, key, planned, MAX_PLANNED)
     return planned._replace(call=_call_with(planned, tensors)) if masks else planned
 
 
 def _call_with(planned: Planned, tensors: Sequence[torch.Tensor]) -> Call:
-    """Returns the operators' arguments for a mask of this dtype and shape. Groups are the same for all masks."""
+    """Returns the operator's arguments with the mask tensor in `tensors`. All masks need the same groups."""
     q, mask = tensors[0], tensors[3]
     check_mask(q, mask)
     spec = _spec_of(mask)
@@ -173,65 +177,65 @@ def _call_with(planned: Planned, tensors: Sequence[torch.Tensor]) -> Call:
 
 
 def _spec_of(mask: torch.Tensor) -> Any:
-    """Returns dtype and shape of a mask tensor."""
+    """Returns the dtype and the shape of a mask tensor."""
     return argument_values.dtype_text(mask.dtype), tuple(mask.shape)
 
 
 _disabled_plan = torch._dynamo.disable(plan)
 
 
-def _make(
+def _plan_and_bind(
     options: Options, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None, needs_grad: bool
 ) -> Planned:
     """Plans and binds a call, without the cache. Collective among the ranks that share the sequence."""
     q = tensors[0]
-    attention = refusal = None
+    attention = error = None
     if isinstance(q, DTensor):  # errors found here are the same on all ranks
         if group is not None:
             raise argument_error("group", "None with DTensors, whose mesh has groups", "a group")
         check_tensors(options, tensors)
-        where = _of_dtensor(options, q, tensors[1])
-    carrier = where.group if isinstance(q, DTensor) else _carrier(group)
+        shards = _dtensor_shards(options, q, tensors[1])
+    carrier = shards.group if isinstance(q, DTensor) else _group_or_default(group)
     rank = 0 if carrier is None else dist.get_rank(carrier if carrier in groups.makers else None)
     try:
         if not isinstance(q, DTensor):
             check_tensors(options, tensors)
-            where = _of_group(options, q, tensors[1], group)
-        attention = _with_method(_problem(options, tensors, where, rank), options.method, q.device.type, needs_grad)
-    except ValueError as error:
-        refusal = error
+            shards = _group_shards(options, q, tensors[1], group)
+        attention = _with_method(_problem(options, tensors, shards, rank), options.method, q.device.type, needs_grad)
+    except ValueError as caught:
+        error = caught
     if carrier is not None and dist.get_world_size(carrier) > 1 and not checking.is_on():
-        _agree(options, attention, refusal, carrier, q.device.type)
+        _compare(options, attention, error, carrier, q.device.type)
     if attention is None:
-        assert refusal is not None
-        raise refusal
-    return bind(attention, rank, where.group)
+        assert error is not None
+        raise error
+    return bind(attention, rank, shards.group)
 
 
-def _problem(options: Options, tensors: Sequence[torch.Tensor], where: _Shards, rank: int) -> _planner.Attention:
-    """Returns the attention without a method. `rank` is this rank, as in the mesh of `where`."""
+def _problem(options: Options, tensors: Sequence[torch.Tensor], shards: _Shards, rank: int) -> _planner.Attention:
+    """Returns the attention without a method. `rank` is this rank, as in the mesh of `shards`."""
     local_q, local_k, local_v = (t._local_tensor if isinstance(t, DTensor) else t for t in tensors[:3])
     batch, heads, rows, depth = local_q.shape
     kind = local_q.device.type
-    is_shared = len(where.parts) > 1
+    is_shared = len(shards.parts) > 1
     attention = _planner.Attention(
-        where.mesh,
+        shards.mesh,
         argument_values.dtype_text(local_q.dtype),
         (batch, heads, local_k.shape[1], depth, local_v.shape[3]),
-        where.parts,
-        key_parts=where.keys.parts,
-        keys_are_whole=where.keys.are_whole,
+        shards.parts,
+        key_parts=shards.keys.parts,
+        keys_are_whole=shards.keys.are_whole,
         is_causal=options.is_causal,
         window=options.window,
         documents=list(options.documents),
         mask=_spec_of(tensors[3]) if tensors[3:] else None,
         scale=1 / math.sqrt(max(depth, 1)) if options.scale is None else options.scale,
         chunks=options.chunks,
-        lowering=executables.lowering(kind, where.group) if is_shared else _planner.Lowering.of_device(kind),
+        lowering=executables.lowering(kind, shards.group) if is_shared else _planner.Lowering.of_device(kind),
     )
     if not checking.is_on():  # the debug mode reports errors on all ranks
-        _check_rows("q", rows, attention.rows(rank), where.parts, rank)
-        _check_rows("k", local_k.shape[2], attention.key_rows(rank), where.keys.parts or where.parts, rank)
+        _check_rows("q", rows, attention.rows(rank), shards.parts, rank)
+        _check_rows("k", local_k.shape[2], attention.key_rows(rank), shards.keys.parts or shards.parts, rank)
     return attention
 
 
@@ -242,7 +246,7 @@ def _check_rows(name: str, rows: int, expected: int, parts: Parts, rank: int) ->
         raise argument_error(name, f"of {expected} rows on rank {rank}, for a sequence of {size}", rows)
 
 
-def _carrier(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+def _group_or_default(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """Returns `group`, or the default group for None. Raises ValueError if this rank is not in it."""
     groups.check_initialized()
     if dist.get_rank(group) < 0:
@@ -252,20 +256,24 @@ def _carrier(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return carrier
 
 
-def _agree(
+def _compare(
     options: Options,
     attention: _planner.Attention | None,
-    refusal: ValueError | None,
+    error: ValueError | None,
     carrier: dist.ProcessGroup,
     device_type: str,
 ) -> None:
-    """Raises on all ranks if one has an error or if arguments differ. All ranks that share the sequence must call."""
+    """Raises on all ranks if any rank has an error, or if arguments differ. All ranks that share the sequence must
+    call.
+
+    `attention` is None on ranks with an error, which is `error`.
+    """
     text = "" if attention is None else attention.with_default_mask().to_text(False)
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
     words = GroupWords(carrier)
-    digests = words.compare(Statement("attention"), refusal, torch.tensor([digest]))
+    digests = words.compare(Statement("attention"), error, torch.tensor([digest]))
     if attention is not None and bool((digests != digest).any()):
-        description = attention.describe(*tables_of(attention, device_type)).splitlines()[0]
+        description = attention.describe(*tables_for(attention, device_type)).splitlines()[0]
         arguments = (
             f"{description}, with scale={options.scale}, chunks={options.chunks}, layout={options.layout}, "
             f"kv_layout={options.kv_layout} (digest {digest & 0xFFFFFFFF:08x})"
@@ -277,13 +285,13 @@ def _with_method(attention: _planner.Attention, method: str, device_type: str, n
     """Returns the attention with this method; for "auto", with the one predicted to be fastest."""
     if method not in ("auto", "two_level"):
         return attention.with_method(method, None)
-    topology, model = tables_of(attention, device_type)
+    topology, model = tables_for(attention, device_type)
     if method == "auto":
         method = attention.choose(topology, model, needs_grad)
     return attention.with_method(method, topology)
 
 
-def tables_of(attention: _planner.Attention, device_type: str) -> tuple[_planner.Topology | None, _planner.GemmModel]:
+def tables_for(attention: _planner.Attention, device_type: str) -> tuple[_planner.Topology | None, _planner.GemmModel]:
     """Returns the topology (None: the lowering's default) and the GEMM model with which to plan an attention."""
     now = tables_now()
     topology = now.environment or tables.measured_topology(attention.lowering.name)
@@ -293,7 +301,7 @@ def tables_of(attention: _planner.Attention, device_type: str) -> tuple[_planner
 
 
 def bind(attention: _planner.Attention, rank: int, group: dist.ProcessGroup | None) -> Planned:
-    """Finds or makes the process groups that both directions need."""
+    """Returns the planned attention, bound to groups of both directions. Collective where a group must be made."""
     texts = attention.to_text(False), attention.to_text(True)
     names = [executables.operator_group_names(text, rank, group=group, are_global=True) for text in texts]
     return Planned(attention, (*texts, tuple(names[0]), tuple(names[1]), rank), {})
@@ -350,14 +358,18 @@ def _placements_except_sequence(tensor: DTensor) -> list[Any]:
 
 
 def _check_heads(q: DTensor, k: DTensor) -> None:
-    """Checks that each rank holds query heads, and exactly the key heads that these share."""
+    """Raises ValueError unless each rank has heads of q, and of k exactly the heads that these share.
+
+    Example: 8 heads of q and 2 of k, so 4 heads of q share one of k. A rank with head 0 of k must have heads 0 to 3 of
+    q.
+    """
     if all(p.is_replicate() or p.is_partial() or p.dim % 4 != 1 for p in q.placements):
         return
-    each, rest = divmod(q.shape[1], max(k.shape[1], 1))
-    of_q, of_k = layout_of(q._spec), layout_of(k._spec)
+    factor, rest = divmod(q.shape[1], max(k.shape[1], 1))
+    q_layout, k_layout = layout_of(q._spec), layout_of(k._spec)
     for rank in q.device_mesh.mesh.flatten().tolist():
-        held, shared = of_q.region(rank)[1], of_k.region(rank)[1]
-        if rest or not held or [(a * each, b * each) for a, b in shared] != [(a, b) for a, b in held]:
+        held, shared = q_layout.region(rank)[1], k_layout.region(rank)[1]
+        if rest or not held or [(a * factor, b * factor) for a, b in shared] != [(a, b) for a, b in held]:
             raise ValueError(
                 "k must have on each rank the heads that the rank's heads of q share, got heads "
                 f"{shared} of {k.shape[1]} of k and heads {held} of {q.shape[1]} of q on rank {rank}. k has placements "
@@ -365,23 +377,27 @@ def _check_heads(q: DTensor, k: DTensor) -> None:
             )
 
 
-def _of_group(options: Options, q: torch.Tensor, k: torch.Tensor, group: dist.ProcessGroup | None) -> _Shards:
-    """Returns the sequence's shards for plain tensors in a process group."""
+def _group_shards(options: Options, q: torch.Tensor, k: torch.Tensor, group: dist.ProcessGroup | None) -> _Shards:
+    """Returns the ranks and positions of the sequence for plain tensors in a process group."""
     count = dist.get_world_size(group)
     if options.size is None and count > 1:
         raise argument_error("size", f"the length of the full sequence on {count} ranks", None)
     size = q.shape[SEQUENCE_DIM] if options.size is None else options.size
     # In a group of separate jobs, a mesh has the group's ranks (see `_Shards`).
-    members = None if group in groups.makers else dist.get_process_group_ranks(_carrier(group))
+    members = None if group in groups.makers else dist.get_process_group_ranks(_group_or_default(group))
     parts = parts_of(options.layout, size, count)
     kv_size = options.kv_size
     if kv_size is None:
         kv_size = k.shape[SEQUENCE_DIM] if count == 1 else size
-    return _Shards(Mesh({"sequence": count}, members), parts, _keys(options, parts, size, kv_size, None), group)
+    return _Shards(Mesh({"sequence": count}, members), parts, _key_parts(options, parts, size, kv_size, None), group)
 
 
-def _keys(options: Options, parts: Parts, size: int, kv_size: int, placed: Parts | None) -> _Keys:
-    """Returns positions of keys: by `kv_layout`, else `placed`, else as queries (contiguous if sizes differ)."""
+def _key_parts(options: Options, parts: Parts, size: int, kv_size: int, placed: Parts | None) -> _Keys:
+    """Returns the positions of keys on each rank.
+
+    The option `kv_layout` decides, else the placements of k (`placed`), else the positions of queries if sizes are
+    equal.
+    """
     if options.kv_layout == "whole":
         return _Keys([[(0, kv_size)] if kv_size else []] * len(parts), len(parts) > 1)
     found = placed
@@ -426,18 +442,18 @@ def sequence_dims(q: DTensor) -> list[int]:
     ]
 
 
-def _of_dtensor(options: Options, q: DTensor, k: DTensor) -> _Shards:
-    """Returns the sequence's shards for DTensors. Raises ValueError for unsupported placements."""
+def _dtensor_shards(options: Options, q: DTensor, k: DTensor) -> _Shards:
+    """Returns the ranks and positions of the sequence for DTensors. Raises ValueError for unsupported placements."""
     for placement in q.placements:
         if placement.is_partial():
             raise argument_error("q", "placed without pending reductions", q.placements)
         if not placement.is_replicate() and placement.dim % 4 == 3:
             raise argument_error("q", "unsharded along dim 3, the depth of heads", f"{q.placements}; redistribute it")
-    cut = sequence_dims(q)
-    if len(cut) > 1:
+    over = sequence_dims(q)  # the mesh dims that shard the sequence
+    if len(over) > 1:
         raise ValueError(
             f"q must have its sequence sharded over at most one mesh dim, got {q.placements}, which shards it over "
-            f"{len(cut)}. Flatten these mesh dims into one, which keeps the shards"
+            f"{len(over)}. Flatten these mesh dims into one, which keeps the shards"
         )
     size = q.shape[SEQUENCE_DIM]
     if options.size is not None and options.size != size:
@@ -445,23 +461,23 @@ def _of_dtensor(options: Options, q: DTensor, k: DTensor) -> _Shards:
     kv_size = k.shape[SEQUENCE_DIM]
     if options.kv_size is not None and options.kv_size != kv_size:
         raise argument_error("kv_size", f"None with DTensors, or the length of k, {kv_size}", options.kv_size)
-    if any(k.device_mesh.size(mesh_dim) > 1 and mesh_dim not in cut for mesh_dim in sequence_dims(k)):
+    if any(k.device_mesh.size(mesh_dim) > 1 and mesh_dim not in over for mesh_dim in sequence_dims(k)):
         raise ValueError(
             f"k must have its sequence sharded over the same mesh dim as q, or not at all, got {k.placements} where q "
             f"has {q.placements}"
         )
-    if not cut or q.device_mesh.size(cut[0]) == 1:
+    if not over or q.device_mesh.size(over[0]) == 1:
         parts: Parts = [[(0, size)]] if size else [[]]
         return _Shards(
-            Mesh({"sequence": 1}), parts, _keys(options._replace(kv_layout=None), parts, size, kv_size, None), None
+            Mesh({"sequence": 1}), parts, _key_parts(options._replace(kv_layout=None), parts, size, kv_size, None), None
         )
-    mesh_dim = cut[0]
+    mesh_dim = over[0]
     group = q.device_mesh.get_group(mesh_dim)
     coordinate = q.device_mesh.get_coordinate()
     assert coordinate is not None
     along = q.device_mesh.mesh[tuple(slice(None) if d == mesh_dim else c for d, c in enumerate(coordinate))]
     members = [int(rank) for rank in along]
-    parts = _placed(q, members) if options.layout is None else parts_of(options.layout, size, len(members))
+    parts = _placed_parts(q, members) if options.layout is None else parts_of(options.layout, size, len(members))
     if k.placements[mesh_dim].is_replicate():
         if options.kv_layout not in (None, "whole"):
             raise ValueError(
@@ -471,13 +487,13 @@ def _of_dtensor(options: Options, q: DTensor, k: DTensor) -> _Shards:
     elif options.kv_layout == "whole":
         raise argument_error("kv_layout", f"a layout that shards k, which is placed as {k.placements}", "'whole'")
     is_like_q = options.layout is not None and kv_size == size and k.placements == q.placements
-    keys = _keys(options, parts, size, kv_size, parts if is_like_q else _placed(k, members))
+    keys = _key_parts(options, parts, size, kv_size, parts if is_like_q else _placed_parts(k, members))
     names = q.device_mesh.mesh_dim_names
     name = names[mesh_dim] if names else "sequence"
     return _Shards(Mesh({name: len(members)}, members), parts, keys, group)
 
 
-def _placed(tensor: DTensor, ranks: Sequence[int]) -> Parts:
-    """Returns the positions of the sequence that ranks hold by the tensor's placements."""
+def _placed_parts(tensor: DTensor, ranks: Sequence[int]) -> Parts:
+    """Returns the positions of the sequence that each of the ranks holds, according to the tensor's placements."""
     described = layout_of(tensor._spec)
     return [described.region(rank)[SEQUENCE_DIM] for rank in ranks]

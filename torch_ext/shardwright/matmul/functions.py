@@ -201,5 +201,5 @@ def matmul_all_reduce(
 
 
 def _listed(value: Any) -> list[Any]:
-    """Returns a list of several given items, or of the one item given: a tensor or None."""
+    """Returns an argument as a list. A tensor or None becomes a list of one item."""
     return list(value) if isinstance(value, Iterable) and not isinstance(value, torch.Tensor) else [value]

@@ -27,11 +27,11 @@ from . import functions
 _log = logging.getLogger("shardwright")
 _warned = False
 
-_original: Any = None  # DTensor's own __torch_function__, while ours replaces it
+_original: Any = None  # DTensor's own __torch_function__, while it is replaced
 
 
 def install() -> None:
-    """Intercepts the calls named above."""
+    """Replaces `DTensor.__torch_function__`. Does nothing if it is replaced already."""
     global _original
     if _original is None:
         _original = DTensor.__dict__["__torch_function__"]
@@ -62,36 +62,42 @@ def note_explicit_gather(current_spec: DTensorSpec, target_spec: DTensorSpec) ->
 
 
 def _torch_function(cls: type, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    """Replaces `DTensor.__torch_function__`: calls the function of `_OURS`, or PyTorch's if that returns None."""
+    """Replaces `DTensor.__torch_function__`. Calls the function in `_REPLACEMENTS`, or PyTorch's if it returns None."""
     with torch._C.DisableTorchFunctionSubclass():
-        ours = _OURS.get(function)
-        result = None if ours is None else ours(*args, **(kwargs or {}))
+        replacement = _REPLACEMENTS.get(function)
+        result = None if replacement is None else replacement(*args, **(kwargs or {}))
         return function(*args, **(kwargs or {})) if result is None else result
 
 
 def _linear(input: Any, weight: Any, bias: Any = None) -> Any:
-    if _gathers(input, weight, 0) and (bias is None or isinstance(bias, DTensor)):
+    """Replaces `torch.nn.functional.linear`."""
+    if _should_gather(input, weight, 0) and (bias is None or isinstance(bias, DTensor)):
         return functions.linear(input, weight, bias)
     return None
 
 
-def _matmul(input: Any, other: Any, **others: Any) -> Any:
-    return functions.all_gather_matmul(input, other) if not others and _gathers(input, other, 1) else None
+def _matmul(input: Any, other: Any, **options: Any) -> Any:
+    """Replaces `torch.matmul` and its other names."""
+    return functions.all_gather_matmul(input, other) if not options and _should_gather(input, other, 1) else None
 
 
-def _mm(input: Any, mat2: Any, **others: Any) -> Any:
-    return _matmul(input, mat2, **others) if input.ndim == 2 else None
+def _mm(input: Any, mat2: Any, **options: Any) -> Any:
+    """Replaces `torch.mm`."""
+    return _matmul(input, mat2, **options) if input.ndim == 2 else None
 
 
-# The types of real local tensors. Compilers call with fake tensors, on torch 2.11 without reporting that they compile.
-_REAL = (torch.Tensor, torch.nn.Parameter, AsyncCollectiveTensor)
+# The types of local tensors that hold data. Compilers pass fake tensors; on torch 2.11 is_compiling() is False then.
+_REAL_TYPES = (torch.Tensor, torch.nn.Parameter, AsyncCollectiveTensor)
 
 
-def _gathers(x: Any, weight: Any, column: int) -> bool:
-    """Returns True if the operand should be gathered for a weight that is cut in its columns, its dim `column`."""
+def _should_gather(x: Any, weight: Any, column: int) -> bool:
+    """Returns True if `x` is to be gathered during its product with a weight whose columns are sharded.
+
+    `column` is the weight's dim of columns: 0 in `linear`, 1 in `matmul`.
+    """
     if type(x) is not DTensor or not isinstance(weight, DTensor) or torch.compiler.is_compiling():
         return False
-    if type(x._local_tensor) not in _REAL or type(weight._local_tensor) not in _REAL:
+    if type(x._local_tensor) not in _REAL_TYPES or type(weight._local_tensor) not in _REAL_TYPES:
         return False
     if weight.ndim != 2 or x.ndim < 2 or x.shape[-1] != weight.shape[1 - column]:
         return False
@@ -102,14 +108,14 @@ def _gathers(x: Any, weight: Any, column: int) -> bool:
         return False
     last = x.ndim - 1
     return (
-        any(mine.is_shard() and not mine.is_shard(last) and its.is_shard(column) for mine, its in pairs)
+        any(a.is_shard() and not a.is_shard(last) and b.is_shard(column) for a, b in pairs)
         and x.device_mesh.get_coordinate() is not None
         and executables.why_left_to_torch(x.device.type) is None
     )
 
 
 # The function that replaces each function of PyTorch. It returns None for arguments that it leaves to PyTorch.
-_OURS: dict[Any, Callable[..., Any]] = {
+_REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     torch.nn.functional.linear: _linear,
     torch.matmul: _matmul,
     torch.Tensor.matmul: _matmul,

@@ -23,7 +23,7 @@ from ..runtime import checking, counters, executables, groups, watching
 
 
 class Where(NamedTuple):
-    """The ranks of a product: those of a process group, or of a DTensor's mesh."""
+    """The ranks that compute a product, and their device type: the ranks of a process group or of a DTensor's mesh."""
 
     device_type: str
     weak_group: groups.WeakGroup = groups.DEFAULT
@@ -32,14 +32,16 @@ class Where(NamedTuple):
 
     @property
     def group(self) -> dist.ProcessGroup | None:
+        """The process group; None for the default group. Raises RuntimeError if it was destroyed."""
         return self.weak_group.get()
 
     @property
     def rank(self) -> int:
+        """This process's rank in the group."""
         return dist.get_rank(self.group)
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,8 +61,8 @@ class Call:
         counters.counts.products += 1
         for calls in _listeners:
             calls.append(self)
-        if all(type(tensor) in _PLAIN for tensor in inputs):
-            # The operator is not used here, because dispatch modes would not see the collectives inside of it.
+        if all(type(tensor) in _PLAIN_TYPES for tensor in inputs):
+            # Dispatch modes would not see the collectives inside of an operator, so none is used.
             dense = [tensor.contiguous() for tensor in inputs]
             if watching.num_modes():
                 return watching.run(self.executable, dense, lambda: self.executable.run_all(dense))
@@ -71,7 +73,7 @@ class Call:
         return outputs
 
 
-_listeners: list[list[Call]] = []
+_listeners: list[list[Call]] = []  # the lists of `listening`
 
 
 @contextlib.contextmanager
@@ -89,12 +91,17 @@ Run = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]  # runs a node 
 
 
 class Flow:
-    """A list of nodes, bound to process groups. The constructor is collective among members of a missing group."""
+    """The nodes of one direction of a product, bound to process groups. Calling it runs them in order.
+
+    Example: the nodes (move, inputs [0], outputs [2]) and (product, inputs [2, 1], outputs [3], released [2]) gather
+    value 0, multiply it by value 1, and drop the gathered value 2. The constructor is collective where a group must be
+    made.
+    """
 
     def __init__(self, flow: _planner.ProductDataflow, plan: _planner.ProductPlan, where: Where) -> None:
         self._plan, self._where = plan, where
         self.inputs, self._outputs = flow.layouts[: flow.num_inputs], flow.outputs
-        self._nodes = [(self._bound(node), node.inputs, node.outputs, node.released) for node in flow.nodes]
+        self._nodes = [(self._bind_node(node), node.inputs, node.outputs, node.released) for node in flow.nodes]
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         values = dict(enumerate(inputs))
@@ -104,8 +111,8 @@ class Flow:
                 del values[i]
         return [values.get(i) for i in self._outputs]
 
-    def _bound(self, node: _planner.ProductNode) -> Run:
-        """Returns the function that runs a node. Makes missing process groups."""
+    def _bind_node(self, node: _planner.ProductNode) -> Run:
+        """Returns a function that runs a node. Makes missing process groups."""
         where = self._where
         if node.matmul is not None and node.schedule is not None:
             model = self._plan.gemm_model(node.matmul.plan.src.dtype)
@@ -114,8 +121,8 @@ class Flow:
             return bind(node.matmul.to_text(node.schedule), model, where)
         if node.plan is not None:
             executables.log_default_topology(node.plan)
-            moved = executables.bind(node.plan, device_mesh=where.device_mesh, group=where.group)
-            return lambda inputs: [executables.run(moved, inputs[0], async_op=False)]
+            executable = executables.bind(node.plan, device_mesh=where.device_mesh, group=where.group)
+            return lambda inputs: [executables.run(executable, inputs[0], async_op=False)]
         if node.kind == "sum":
             return lambda inputs: [inputs[0].sum_to_size(inputs[0].shape[-1:])]
         if node.kind == "add" or node.adds_bias(self._plan, where.rank):
@@ -124,7 +131,7 @@ class Flow:
 
 
 def bind(program: str, model: GemmModel, where: Where) -> Call:
-    """Finds or makes the process groups of a program of products."""
+    """Returns a program of products, bound to its process groups. Collective where a group must be made."""
     names = executables.operator_group_names(program, where.rank, device_mesh=where.device_mesh, group=where.group)
     executable = _runtime.executable(program, names, where.rank)
     checking.note_group(executable, where.group)
@@ -149,14 +156,14 @@ class Product:
         self._backwards: dict[Hashable, Flow] = {}
 
     def forward(self, inputs: Sequence[torch.Tensor], scales: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Takes this rank's parts of operand, weights and biases, and scales as given.
+        """Returns the results, then the moved operand if the product keeps it.
 
-        Returns the results, then the moved operand if it is kept.
+        `inputs` are this rank's parts of operand, weights and biases; `scales` are this rank's parts, of any shape.
         """
         if self._forward is None:
             self._forward = Flow(self.plan.forward, self.plan, self.where)
         layouts = self._forward.inputs[len(inputs) :]
-        parts = [self._part(scale, layout) for scale, layout in zip(scales, layouts, strict=True)]
+        parts = [self._scale_part(scale, layout) for scale, layout in zip(scales, layouts, strict=True)]
         return self._forward([*inputs, *parts])  # type: ignore[return-value]
 
     def backward(
@@ -178,15 +185,15 @@ class Product:
         if flow is None:
             flow = Flow(self.plan.backward(layouts, needs), self.plan, self.where)
             executables.put_bounded(self._backwards, key, flow, _MAX_BACKWARDS)
-        wanted = zip(dys, flow.inputs[1 + self.num_weights :])
-        return flow([x, *weights, *(self.empty(x, layout).zero_() if dy is None else dy for dy, layout in wanted)])
+        pairs = zip(dys, flow.inputs[1 + self.num_weights :])
+        return flow([x, *weights, *(self.empty(x, layout).zero_() if dy is None else dy for dy, layout in pairs)])
 
     def empty(self, like: torch.Tensor, layout: _planner.Layout) -> torch.Tensor:
         """Returns an uninitialized tensor for this rank's part in a layout."""
         return like.new_empty(tuple(layout.local_shape(self.rank)), dtype=getattr(torch, layout.dtype))
 
-    def _part(self, scale: torch.Tensor, layout: _planner.Layout) -> torch.Tensor:
-        """Returns a scale in the shape that plans expect: (), or one number for each row of this rank."""
+    def _scale_part(self, scale: torch.Tensor, layout: _planner.Layout) -> torch.Tensor:
+        """Returns a scale in the shape of its layout on this rank: (), or one number for each row."""
         shape = tuple(layout.local_shape(self.rank))
-        fits = scale.numel() == math.prod(shape)
-        return scale.reshape(shape) if fits else scale.reshape(()).expand(shape).contiguous()
+        has_all_rows = scale.numel() == math.prod(shape)
+        return scale.reshape(shape) if has_all_rows else scale.reshape(()).expand(shape).contiguous()

@@ -26,7 +26,7 @@ class ProductKey(NamedTuple):
     function: str  # "linear", "gather" or "sum"
     where: Where
     placements: tuple[Placement, ...] | None
-    shares: bool  # True to return the gathered `x` after the results, if it was gathered
+    with_gathered: bool  # True to return the gathered `x` after the results, if it was gathered
     options: tuple[tuple[str, Any], ...]  # options of `_planner.plan_product`
 
 
@@ -35,7 +35,7 @@ def product_key(
     x: torch.Tensor,
     placements: Any = None,
     group: dist.ProcessGroup | None = None,
-    shares: bool = False,
+    with_gathered: bool = False,
     **options: Any,
 ) -> ProductKey:
     """Returns the arguments in a hashable form. Raises RuntimeError if torch.distributed is not initialized."""
@@ -45,7 +45,8 @@ def product_key(
         placements = tuple(Shard(p.dim % rank) if type(p) is Shard and p.dim < 0 else p for p in placements)
     mesh = x.device_mesh if isinstance(x, DTensor) else None
     where = Where(x.device.type, groups.weakly(group), mesh, None if mesh is None else groups.key_of_mesh(mesh))
-    return ProductKey(function, where, placements, shares, tuple((name, _hashable(options[name])) for name in options))
+    hashable = tuple((name, _hashable(option)) for name, option in options.items())
+    return ProductKey(function, where, placements, with_gathered, hashable)
 
 
 def _hashable(option: Any) -> Any:
@@ -61,13 +62,13 @@ class Planned(NamedTuple):
     specs: tuple[DTensorSpec, ...]  # of the results, if they are DTensors
 
 
-# DTensor's own __init__ does nothing, slowly.
+# Makes a DTensor without calling DTensor's __init__, which is slow and does nothing.
 _new_dtensor = functools.partial(DTensor.__new__, DTensor)
 
-# Planned products by everything that plans depend on, except pins and measurements, which `PlanningCache` tracks.
+# Planned products by all inputs of a plan except the planning tables, which `PlanningCache` tracks.
 _products: executables.PlanningCache[Planned] = executables.PlanningCache(is_local=True)
 
-_CAST = (torch.float32, torch.float16, torch.bfloat16)
+_AUTOCAST_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def autocast(tensors: Sequence[Any]) -> list[Any]:
@@ -76,7 +77,7 @@ def autocast(tensors: Sequence[Any]) -> list[Any]:
     if not torch.is_autocast_enabled(kind):
         return list(tensors)
     dtype = torch.get_autocast_dtype(kind)
-    return [t.to(dtype) if isinstance(t, torch.Tensor) and t.dtype in _CAST else t for t in tensors]
+    return [t.to(dtype) if isinstance(t, torch.Tensor) and t.dtype in _AUTOCAST_DTYPES else t for t in tensors]
 
 
 def multiply(
@@ -89,27 +90,27 @@ def multiply(
     """
     is_scaled = any(scale is not None for scale in scales)
     tensors = [x, *weights, *biases] if is_scaled else autocast([x, *weights, *biases])
-    product, transposed, specs = planned(product_key(function, x, **options), len(weights), tensors, scales)
+    product, transposed, specs = find_planned(product_key(function, x, **options), len(weights), tensors, scales)
     if product is None:
-        nothing = tensors[0]._local_tensor.new_empty(0, dtype=specs[0].tensor_meta.dtype)  # type: ignore[union-attr]
-        return [_new_dtensor(nothing, spec, requires_grad=x.requires_grad) for spec in specs]
+        empty = tensors[0]._local_tensor.new_empty(0, dtype=specs[0].tensor_meta.dtype)  # type: ignore[union-attr]
+        return [_new_dtensor(empty, spec, requires_grad=x.requires_grad) for spec in specs]
     for j, is_transposed in enumerate(transposed, 1):
         if is_transposed:
             tensors[j] = tensors[j].t()
     return list(_Multiply.apply(product, specs, _locals(scales), *tensors))  # type: ignore[no-untyped-call]
 
 
-def planned(key: ProductKey, num_weights: int, tensors: Sequence[Any], scales: Sequence[Any]) -> Planned:
+def find_planned(key: ProductKey, num_weights: int, tensors: Sequence[Any], scales: Sequence[Any]) -> Planned:
     """Returns the planned product of `tensors`: the operand, weights, biases. Computes and sends nothing."""
     is_scaled = any(scale is not None for scale in scales)
     needs_grad = is_scaled and torch.is_grad_enabled()
     needs_grad = needs_grad and any(getattr(t, "requires_grad", False) for t in (*tensors, *scales))
-    cache_key = (key, num_weights, needs_grad, checking.is_on(), *map(_described, tensors), *map(_described, scales))
+    cache_key = (key, num_weights, needs_grad, checking.is_on(), *map(_key_of, tensors), *map(_key_of, scales))
     return _products.get_or_make(cache_key, lambda: _plan(key, num_weights, tensors, scales, needs_grad))
 
 
-def _described(value: Any) -> Any:
-    """Returns the properties of an argument that a plan depends on."""
+def _key_of(value: Any) -> Any:
+    """Returns the properties of a tensor on which its plan depends, hashable; other values unchanged."""
     if isinstance(value, DTensor):
         return value._spec
     return (value.shape, value.stride(), value.dtype, value.device) if isinstance(value, torch.Tensor) else value
@@ -119,21 +120,21 @@ def _plan(key: ProductKey, num_weights: int, tensors: Sequence[Any], scales: Seq
     """Plans a product, without the cache. `grads` is True for scaled operands that require a gradient."""
     where, x = key.where, tensors[0]
     layout = layout_of(x._spec) if isinstance(x, DTensor) else None
-    find = executables.lowering if layout is None else functools.partial(executables.lowering_for_mesh, layout.mesh)
+    lower = executables.lowering if layout is None else functools.partial(executables.lowering_for_mesh, layout.mesh)
     counters.counts.plans += 1
-    descriptions = list(map(_given, tensors))
+    descriptions = list(map(_with_layout, tensors))
     plan = _planner.plan_product(
         key.function,
         descriptions[0],
         descriptions[1 : 1 + num_weights],
         descriptions[1 + num_weights :],
-        list(map(_given, scales)),
+        list(map(_with_layout, scales)),
         requires_grad=grads,
         placements=None if key.placements is None else placement_texts(key.placements),
         rank=where.rank,
         num_ranks=dist.get_world_size(where.group),
         checks_parts=not checking.is_on(),  # the debug mode reports errors on all ranks
-        backend=find(where.device_type, where.group).name,
+        backend=lower(where.device_type, where.group).name,
         tables=tables_now(),
         device_type=where.device_type,
         **dict(key.options),
@@ -142,19 +143,19 @@ def _plan(key: ProductKey, num_weights: int, tensors: Sequence[Any], scales: Seq
     if layout is None:
         return Planned(Product(plan, where), tuple(",nk->" in axes for axes in plan.axes), ())
     specs = [row_major_spec(x.device_mesh, layout, key.placements) for layout in plan.results]
-    if key.shares and plan.keeps_gathered:
+    if key.with_gathered and plan.keeps_gathered:
         specs.append(row_major_spec(x.device_mesh, plan.moved_operand))
-    holds_any = x.device_mesh.get_coordinate() is not None
-    return Planned(Product(plan, where) if holds_any else None, (), tuple(specs))
+    is_on_mesh = x.device_mesh.get_coordinate() is not None
+    return Planned(Product(plan, where) if is_on_mesh else None, (), tuple(specs))
 
 
-def _given(tensor: Any) -> Any:
-    """Returns the argument with its layout if it is a DTensor."""
+def _with_layout(tensor: Any) -> Any:
+    """Returns (tensor, layout), where the layout is None for a plain tensor; None for None."""
     return None if tensor is None else (tensor, layout_of(tensor._spec) if isinstance(tensor, DTensor) else None)
 
 
 class _Multiply(torch.autograd.Function):
-    """The product for autograd. `specs` are those of the results if they are DTensors, else empty."""
+    """The autograd function of products. `specs` are the specs of the results if they are DTensors, else ()."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -162,7 +163,7 @@ class _Multiply(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         locals_ = _locals(tensors)
         outputs = product.forward(locals_, scales)
-        ctx.made = product, [None if t is None else getattr(t, "_spec", None) for t in tensors]
+        ctx.product_and_specs = product, [None if t is None else getattr(t, "_spec", None) for t in tensors]
         x = outputs[-1] if product.keeps_gathered else locals_[0]
         ctx.save_for_backward(x, *locals_[1 : product.num_weights + 1])
         ctx.set_materialize_grads(False)
@@ -175,13 +176,13 @@ class _Multiply(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
-        product, specs = ctx.made
+        product, specs = ctx.product_and_specs
         layouts = [layout_of(dy._spec) if isinstance(dy, DTensor) else None for dy in gradients]
         dys = [None if dy is None else _local(dy).contiguous() for dy in gradients]
         found = product.backward(*ctx.saved_tensors, dys=dys, layouts=layouts, needs=ctx.needs_input_grad[3:])
         if specs[0] is not None:
-            wanted = [_gradient_spec(specs[0], product.operand_gradient), *map(_gradient_spec, specs[1:])]
-            pairs = zip(found, wanted, strict=True)
+            specs_of_gradients = [_gradient_spec(specs[0], product.operand_gradient), *map(_gradient_spec, specs[1:])]
+            pairs = zip(found, specs_of_gradients, strict=True)
             found = [dx if dx is None else _new_dtensor(dx, spec, requires_grad=False) for dx, spec in pairs]
         return None, None, None, *found
 
@@ -199,10 +200,10 @@ def _local(x: Any) -> torch.Tensor:
 
 
 def gradient_placements(placements: Sequence[Placement], names: Sequence[str] = ()) -> tuple[Placement, ...]:
-    """Returns the placements of a gradient: R in place of pending sums, and pending sums where `names` has P."""
+    """Returns the placements of a gradient: R in place of pending sums, and a pending sum where `names` has P."""
     pending = [placement_of(name).is_partial() for name in names] or [False] * len(placements)
     full = (Replicate() if placement.is_partial() else placement for placement in placements)
-    return tuple(Partial() if pends else p for pends, p in zip(pending, full, strict=True))
+    return tuple(Partial() if is_pending else p for is_pending, p in zip(pending, full, strict=True))
 
 
 def _gradient_spec(spec: DTensorSpec | None, names: tuple[str, ...] = ()) -> DTensorSpec | None:
@@ -212,6 +213,6 @@ def _gradient_spec(spec: DTensorSpec | None, names: tuple[str, ...] = ()) -> DTe
 
 @executables.cached
 def _gradient_spec_on(spec: DTensorSpec, _: Hashable, names: tuple[str, ...]) -> DTensorSpec:
-    """`_gradient_spec`, cached by the mesh's process groups too (`_`)."""
+    """Does the work of `_gradient_spec`. `_` is the key of the mesh's process groups, by which results are cached."""
     placements = gradient_placements(spec.placements, names)
     return spec if placements == spec.placements else row_major_spec(spec.mesh, layout_of(spec), placements)

@@ -14,7 +14,7 @@ from torch._prims_common import make_contiguous_strides_for
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard, distribute_module
 
-from ..attention.context import Attending
+from ..attention.context import AttentionMode
 from ..matmul import tensors
 from ..matmul.functions import linear
 
@@ -77,7 +77,7 @@ class ContextParallel(torch_parallel.ParallelStyle):
         arguments = self._arguments
 
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            with Attending(group=device_mesh.get_group(), **arguments):
+            with AttentionMode(group=device_mesh.get_group(), **arguments):
                 return before(*args, **kwargs)
 
         module.forward = types.MethodType(forward, module)
@@ -191,7 +191,7 @@ def _forward_sharing(module: nn.Linear, x: DTensor) -> DTensor:
     if held is not None and held[1:] == now and held.whole.device_mesh == x.device_mesh:
         return linear(held.whole, module.weight, module.bias, **module._shardwright_how)  # type: ignore[arg-type]
     # The gradient of the gathered tensor, if there is one, is scattered together with the gradient of this layer.
-    how = {**module._shardwright_how, "save": "gathered", "shares": True}  # type: ignore[dict-item]
+    how = {**module._shardwright_how, "save": "gathered", "with_gathered": True}  # type: ignore[dict-item]
     y, *gathered = tensors.multiply("linear", x, [module.weight], [module.bias], [None, None], **how)
     # Not for leaves that require gradients: leaf and graph would refer to each other, and never be freed.
     if gathered and not (given.is_leaf and given.requires_grad):
