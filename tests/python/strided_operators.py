@@ -221,7 +221,7 @@ def verdicts(path: str, trusts: bool) -> dict[str, dict[str, list[str]]]:
     not work along ("other"). With `trusts`, PyTorch's rules are used for operators without a rule of ours."""
     found: dict[str, dict[str, list[str]]] = {}
     mesh = init_device_mesh("cpu", (2, 2))
-    known = strided.may_ask
+    known = strided.is_verified
     for name, calls in torch.load(path, weights_only=False).items():
         func = getattr(getattr(torch.ops.aten, name.partition(".")[0]), name.partition(".")[2])
         if torch.Tag.nondeterministic_seeded in func.tags or not _has_rule(func):
@@ -233,17 +233,17 @@ def verdicts(path: str, trusts: bool) -> dict[str, dict[str, list[str]]]:
             for case in cases(call, mesh):
                 asks_others: list[bool] = []
 
-                def may_ask(schema: Any, heard: list[bool] = asks_others) -> bool:
-                    heard.append(strided.works_along_others(schema))
+                def is_verified(schema: Any, heard: list[bool] = asks_others) -> bool:
+                    heard.append(strided.works_along_other_dims(schema))
                     return trusts or known(schema)
 
-                strided.may_ask = may_ask
+                strided.is_verified = is_verified
                 said = outcome(func, call, case, mesh)
                 if asks_others or name in found or not trusts:
                     entry = found.setdefault(name, {"all": [], "other": []})
                     entry["all"].append(said)
                     entry["other"] += [said] if asks_others and all(asks_others) else []
-    strided.may_ask = known
+    strided.is_verified = known
     return found
 
 

@@ -176,7 +176,7 @@ def _dropped_layouts() -> None:
                 y, seen = compiled(part(full, layout), shape)
                 assert seen == sw.Layout(layout.mesh, shape, ["S(0)"]), shape
                 torch.testing.assert_close(y, part(2 * full.view(shape), seen))
-                assert len(graphs._names) <= 3 and len(vars(graphs._layouts)) <= 3
+                assert len(graphs._attribute_names) <= 3 and len(vars(graphs._layouts)) <= 3
     finally:
         executables.MAX_EXECUTABLES = before
     assert len(made) > 4, "a graph that returns a dropped layout was not made again"

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-_Shapes = Callable[[tuple[int, ...]], Sequence[int]]  # from the global shape of x to that of the result
+_ShapeFunction = Callable[[tuple[int, ...]], Sequence[int]]  # maps the global shape of x to that of the result
 
 
 def view(
@@ -152,9 +152,9 @@ def permute(
     dims = [argument_values.integer(dim, "dims") for dim in argument_values.items(dims, "dims", "a list of dims")]
     if layout is None:
         _check_no_group(group)
-        return _doing().permuted(x, dims)
+        return _implementation().permuted(x, dims)
     check_layout("layout", layout)
-    return _doing().permuted_part(x, dims, layout, group)
+    return _implementation().permuted_part(x, dims, layout, group)
 
 
 def transpose(
@@ -166,7 +166,7 @@ def transpose(
     group: dist.ProcessGroup | None = None,
 ) -> Any:
     """``x.transpose(dim0, dim1)`` of a sharded tensor, as `permute`."""
-    ndim = x.ndim if layout is None else len(_doing().shape_of(layout))
+    ndim = x.ndim if layout is None else len(_implementation().shape_of(layout))
     a, b = argument_values.dim(dim0, "dim0", ndim), argument_values.dim(dim1, "dim1", ndim)
     dims = list(range(ndim))
     dims[a], dims[b] = b, a
@@ -174,28 +174,31 @@ def transpose(
 
 
 def _check_no_group(group: dist.ProcessGroup | None) -> None:
+    """Raises ValueError if a group was passed with a DTensor."""
     if group is not None:
         raise ValueError("group must be None without a layout, because a DTensor has a mesh, got a group")
 
 
 def _viewed(
     x: torch.Tensor,
-    shape_of: _Shapes,
+    shape_of: _ShapeFunction,
     layout: _planner.Layout | None,
     redistribute: bool,
     group: dist.ProcessGroup | None,
 ) -> Any:
     """Returns the view of `x`. `shape_of` computes its global shape from that of `x`."""
-    doing = _doing()
+    implementation = _implementation()
     if layout is None:
         _check_no_group(group)
-        return doing.viewed(x, shape_of(tuple(x.shape)), redistribute)
+        return implementation.viewed(x, shape_of(tuple(x.shape)), redistribute)
     check_layout("layout", layout)
-    return doing.viewed_part(x, shape_of(doing.shape_of(layout)), layout, redistribute, group)
+    return implementation.viewed_part(x, shape_of(implementation.shape_of(layout)), layout, redistribute, group)
 
 
-def _doing() -> Any:
-    """Returns `parts`; in compiled code `graphs`; in other code under a compiler `graphs.outside`. All import torch."""
+def _implementation() -> Any:
+    """Returns the module that has the functions: `graphs` in compiled code, `graphs.outside` in eager code that a
+    compiler has left out of its graphs, else `parts`. They are imported here, because they import torch.
+    """
     import torch
 
     if torch.compiler.is_dynamo_compiling():

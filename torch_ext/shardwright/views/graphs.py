@@ -28,7 +28,7 @@ viewed = torch._dynamo.allow_in_graph(parts.viewed)
 permuted = torch._dynamo.allow_in_graph(parts.permuted)
 
 
-# After Dynamo gave up on a caller, it tries to compile the functions that it calls. These must not be compiled.
+# If Dynamo gives up on a function, it tries to compile the functions that this one calls. These must not be compiled.
 outside = types.SimpleNamespace(
     shape_of=parts.shape_of,
     **{
@@ -39,29 +39,30 @@ outside = types.SimpleNamespace(
 
 
 class _Layouts:
-    """Holds the layouts of results as attributes: compiled code can guard and return attributes."""
+    """An object whose attributes are the layouts of results. Compiled code can guard and return attributes."""
 
 
 _layouts = _Layouts()
-_names: dict[_planner.Layout, str] = {}  # names of the attributes of `_layouts`
-_numbers = itertools.count()
+_attribute_names: dict[_planner.Layout, str] = {}  # names of the attributes of `_layouts`
+_attribute_numbers = itertools.count()
 
 
-def _name_of(layout: _planner.Layout) -> str:
-    """Returns the name of a layout's attribute.
+def _attribute_of(layout: _planner.Layout) -> str:
+    """Returns the name of the attribute of `_layouts` that holds a layout. Adds the attribute if it is missing.
 
     The least recently used layouts are dropped; graphs that return them are then traced again.
     """
-    name = _names.pop(layout, None) or f"layout_{next(_numbers)}"
-    _names[layout] = name
+    name = _attribute_names.pop(layout, None) or f"layout_{next(_attribute_numbers)}"
+    _attribute_names[layout] = name
     setattr(_layouts, name, layout)
-    while len(_names) > executables.MAX_EXECUTABLES:
-        delattr(_layouts, _names.pop(next(iter(_names))))
+    while len(_attribute_names) > executables.MAX_EXECUTABLES:
+        delattr(_layouts, _attribute_names.pop(next(iter(_attribute_names))))
     return name
 
 
 @torch._dynamo.assume_constant_result
 def shape_of(layout: _planner.Layout) -> tuple[int, ...]:
+    """Returns the global shape of a layout."""
     return tuple(layout.shape)
 
 
@@ -72,10 +73,11 @@ def viewed_part(
     redistribute: bool,
     group: dist.ProcessGroup | None,
 ) -> tuple[torch.Tensor, _planner.Layout]:
+    """Does the work of `parts.viewed_part` in compiled code."""
     result = _view(_integers(part.shape), part.device.type, _integers(shape), layout, redistribute, group)
-    wrong, move, local_shape, name = result
-    if wrong is not None:
-        raise ValueError(wrong)
+    error, move, local_shape, name = result
+    if error is not None:
+        raise ValueError(error)
     if move is not None:
         part = torch.ops.shardwright.redistribute(part, *move)
     return part.reshape(local_shape), getattr(_layouts, name)
@@ -84,9 +86,10 @@ def viewed_part(
 def permuted_part(
     part: torch.Tensor, dims: Sequence[int], layout: _planner.Layout, group: dist.ProcessGroup | None
 ) -> tuple[torch.Tensor, _planner.Layout]:
-    wrong, order, name = _permutation(_integers(part.shape), _integers(dims), layout, group)
-    if wrong is not None:
-        raise ValueError(wrong)
+    """Does the work of `parts.permuted_part` in compiled code."""
+    error, order, name = _permutation(_integers(part.shape), _integers(dims), layout, group)
+    if error is not None:
+        raise ValueError(error)
     return part.permute(order), getattr(_layouts, name)
 
 
@@ -95,7 +98,7 @@ def _integers(sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple([operator.index(size) for size in sizes])
 
 
-_MOVE = ("plan", "groups", "rank", "backward_plan", "backward_groups")  # arguments of the redistribute
+_MOVE_ARGUMENTS = ("plan", "groups", "rank", "backward_plan", "backward_groups")  # arguments of the redistribute
 
 
 @torch._dynamo.assume_constant_result
@@ -114,15 +117,15 @@ def _view(
     with unset_fake_temporarily():
         try:
             rank = parts.checked_rank(local_shape, layout, group)
-            seen, dst = parts.view_of_part(shape, layout, redistribute, device_type, group)
+            view_layout, dst = parts.view_of_part(shape, layout, redistribute, device_type, group)
             move = None
             if dst is not None and layout.mesh.coordinate(rank) is not None:
                 move_operator: Any = operators.operator(layout, dst, device_type=device_type, group=group)
-                arguments = [move_operator.keywords[name] for name in _MOVE]
+                arguments = [move_operator.keywords[name] for name in _MOVE_ARGUMENTS]
                 move = tuple(tuple(argument) if isinstance(argument, list) else argument for argument in arguments)
         except ValueError as error:
             return str(error), None, (), ""
-    return None, move, tuple(seen.local_shape(rank)), _name_of(seen)
+    return None, move, tuple(view_layout.local_shape(rank)), _attribute_of(view_layout)
 
 
 @torch._dynamo.assume_constant_result
@@ -138,4 +141,4 @@ def _permutation(
         order, permuted_layout = parts.permutation_of_part(dims, layout, rank)
     except ValueError as error:
         return str(error), (), ""
-    return None, order, _name_of(permuted_layout)
+    return None, order, _attribute_of(permuted_layout)

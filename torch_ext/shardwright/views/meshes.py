@@ -16,7 +16,7 @@ from ..runtime import executables, groups
 
 
 def may_be_split(mesh: DeviceMesh) -> bool:
-    """True if `split` keeps the order of this mesh's ranks.
+    """Returns True if `split` keeps the order of this mesh's ranks.
 
     The groups that `split` makes have ascending ranks. PyTorch keeps other orders only in groups that it makes itself.
     """
@@ -35,8 +35,8 @@ def split(mesh: DeviceMesh, fine: _planner.Mesh) -> DeviceMesh:
 
 @executables.cached
 def _split(mesh: DeviceMesh, _: Hashable, root: DeviceMesh, fine: _planner.Mesh) -> DeviceMesh:
-    """`split`, cached by the mesh's process groups (`_`) and its root mesh too."""
-    found = None if root is mesh else _among_dims(root, fine)
+    """Does the work of `split`. `_` is the key of the mesh's process groups, by which results are cached."""
+    found = None if root is mesh else _find_submesh(root, fine)
     if found is not None:
         return found
     ranks = torch.tensor(fine.ranks, dtype=torch.int, device="cpu").view(fine.shape)
@@ -45,23 +45,26 @@ def _split(mesh: DeviceMesh, _: Hashable, root: DeviceMesh, fine: _planner.Mesh)
         return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=tuple(fine.dim_names), _init_backend=False)
     groups.check_initialized()
     owner = groups.owner_of(mesh)
-    along = [groups.find_or_make(fine.group_ranks(rank, (dim,)), owner) for dim in range(fine.ndim)]
-    return DeviceMesh.from_group(along, mesh.device_type, ranks, mesh_dim_names=tuple(fine.dim_names))
+    dim_groups = [groups.find_or_make(fine.group_ranks(rank, (dim,)), owner) for dim in range(fine.ndim)]
+    return DeviceMesh.from_group(dim_groups, mesh.device_type, ranks, mesh_dim_names=tuple(fine.dim_names))
 
 
-def sources(mesh: DeviceMesh, fine: _planner.Mesh) -> list[int]:
-    """Returns for each dim of `fine` the index of the dim of `mesh` that contains it."""
-    containing: list[int] = []
+def containing_dims(mesh: DeviceMesh, fine: _planner.Mesh) -> list[int]:
+    """Returns for each dim of `fine` the index of the dim of `mesh` that contains it.
+
+    Example: a mesh of 2 x 8 ranks and a fine mesh of 2 x 4 x 2 give [0, 1, 1].
+    """
+    found: list[int] = []
     for mesh_dim, size in enumerate(mesh.shape):
-        covered = fine.shape[len(containing)]
-        containing.append(mesh_dim)
+        covered = fine.shape[len(found)]
+        found.append(mesh_dim)
         while covered < size:
-            covered *= fine.shape[len(containing)]
-            containing.append(mesh_dim)
-    return containing
+            covered *= fine.shape[len(found)]
+            found.append(mesh_dim)
+    return found
 
 
-def _among_dims(root: DeviceMesh, fine: _planner.Mesh) -> DeviceMesh | None:
+def _find_submesh(root: DeviceMesh, fine: _planner.Mesh) -> DeviceMesh | None:
     """Returns the submesh of consecutive dims of `root` with the sizes and ranks of `fine`, or None."""
     names, sizes = root.mesh_dim_names, list(fine.shape)
     if names is None:

@@ -1,6 +1,7 @@
-"""The implementation of `shardwright.views`, for DTensors and for plain parts.
+"""The implementation of `shardwright.views`, for DTensors and for parts.
 
-`seen` is the layout of a view's result. A part is the local tensor of a layout that the caller passes along.
+A part is this rank's local tensor, which the caller passes together with its layout. `seen` is the layout of a
+view's result.
 """
 
 from __future__ import annotations
@@ -29,13 +30,14 @@ from . import constants as constants
 from . import meshes
 
 
-class _Local(torch.autograd.Function):
-    """Applies the function `there` to the local tensor of a DTensor. The result has the spec `target`.
+class _ApplyToLocal(torch.autograd.Function):
+    """The autograd function that applies a function to the local tensor of a DTensor.
 
-    `back` computes the gradient of `x` from that of the result.
-
-    If the result may share memory, it is registered as a view of the input. Autograd then raises for in-place writes to
-    either that it cannot track in the other.
+    Args:
+        x: the DTensor. target: the spec of the result. function: computes the local tensor of the result from that of
+        `x`. back: computes the gradient of `x` from that of the result. may_share: True if the result may share memory
+        with `x`. It is then registered as a view of `x`, so that autograd
+            raises for in-place writes to one of the two that it cannot track in the other.
     """
 
     @staticmethod
@@ -43,12 +45,12 @@ class _Local(torch.autograd.Function):
         ctx: Any,
         x: DTensor,
         target: DTensorSpec,
-        there: Callable[[torch.Tensor], torch.Tensor],
+        function: Callable[[torch.Tensor], torch.Tensor],
         back: Callable[[DTensor], DTensor],
         may_share: bool,
     ) -> DTensor:
         ctx.back = back
-        result = DTensor(there(x._local_tensor), target, requires_grad=False)  # type: ignore[call-arg]
+        result = DTensor(function(x._local_tensor), target, requires_grad=False)  # type: ignore[call-arg]
         return _runtime.as_view(x, result) if may_share else result
 
     @staticmethod
@@ -90,26 +92,28 @@ def _planning() -> contextlib.AbstractContextManager[None]:
 
 
 def viewed(x: DTensor, shape: Sequence[int], redistribute: bool) -> DTensor:
-    """Returns the view of a DTensor. With `redistribute`, moves elements first if they have to move; else raises."""
+    """Returns the view of a DTensor. If elements have to move, redistributes `x` first, or raises ValueError if
+    `redistribute` is False.
+    """
     with _planning():
         layout = _layout_of(x)
         seen = _planner.view_of(layout, shape, True)
-        needs_more = isinstance(seen, str) and not redistribute and meshes.may_be_split(x.device_mesh)
-        finer = _planner.view_of(layout, shape) if needs_more else ""
-    if not isinstance(finer, str) and _planner.is_known_to_dtensor(finer):
-        return _on_split_mesh(x, layout, finer)
+        may_split = isinstance(seen, str) and not redistribute and meshes.may_be_split(x.device_mesh)
+        on_split_mesh = _planner.view_of(layout, shape) if may_split else ""
+    if not isinstance(on_split_mesh, str) and _planner.is_known_to_dtensor(on_split_mesh):
+        return _on_split_mesh(x, layout, on_split_mesh)
     if isinstance(seen, str):
         with _planning():
             backend = executables.lowering_for_mesh(layout.mesh, x.device.type, None).name
-            first = _planner.move_before_view(layout, shape, True, backend, tables_now())
-            assert first is not None
+            move = _planner.move_before_view(layout, shape, True, backend, tables_now())
+            assert move is not None
         if not redistribute:
-            raise ValueError(first[2])
-        x, seen = _moved(x, layout, first[0].dst), first[1]
+            raise ValueError(move[2])
+        x, seen = _moved(x, layout, move[0].dst), move[1]
     with _planning():
         target = _target(x, seen, _contiguous(seen.shape))
         local_shape, before = seen.local_shape(dist.get_rank()), _integers(x.shape)
-    result: DTensor = _Local.apply(  # type: ignore[no-untyped-call]
+    result: DTensor = _ApplyToLocal.apply(  # type: ignore[no-untyped-call]
         x,
         target,
         lambda local: local.reshape(local_shape),
@@ -128,45 +132,48 @@ def _on_split_mesh(x: DTensor, layout: _planner.Layout, seen: _planner.Layout) -
         )
     with _planning():
         mesh = meshes.split(x.device_mesh, seen.mesh)
-        placements = [x.placements[mesh_dim] for mesh_dim in meshes.sources(x.device_mesh, seen.mesh)]
+        placements = [x.placements[mesh_dim] for mesh_dim in meshes.containing_dims(x.device_mesh, seen.mesh)]
     return _on_mesh(x, layout, seen, mesh, placements)
 
 
 def _on_mesh(
     x: DTensor, src: _planner.Layout, seen: _planner.Layout, mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> DTensor:
-    """Returns `x` with layout `seen` on another mesh of the same ranks. `placements` have its pending reductions."""
+    """Returns `x` with layout `seen` on another mesh of the same ranks.
+
+    `placements` have its pending reductions.
+    """
     with _planning():
         meta = TensorMeta(torch.Size(seen.shape), _contiguous(seen.shape), x.dtype)
-        there = Layout(mesh, seen.shape, seen.placements, seen.dtype, seen.shard_order, "literal")
-        target = spec_of_layout(there, DTensorSpec(mesh, tuple(placements)), meta)
+        function = Layout(mesh, seen.shape, seen.placements, seen.dtype, seen.shard_order, "literal")
+        target = spec_of_layout(function, DTensorSpec(mesh, tuple(placements)), meta)
         assert target is not None
         local_shape, here = seen.local_shape(dist.get_rank()), x.device_mesh
 
     def back(gradient: DTensor) -> DTensor:
         with _planning():
-            comes, expected = _layout_of(gradient), _planner.gradient_layout(there, "x")
-            wanted = _planner.gradient_layout(src, "x")
-        if comes != expected:
-            gradient = _moved(gradient, comes, expected)
-        return _on_mesh(gradient, expected, wanted, here, [Replicate()] * here.ndim)
+            given, expected = _layout_of(gradient), _planner.gradient_layout(function, "x")
+            source_layout = _planner.gradient_layout(src, "x")
+        if given != expected:
+            gradient = _moved(gradient, given, expected)
+        return _on_mesh(gradient, expected, source_layout, here, [Replicate()] * here.ndim)
 
-    result: DTensor = _Local.apply(x, target, lambda local: local.reshape(local_shape), back, True)  # type: ignore[no-untyped-call]
+    result: DTensor = _ApplyToLocal.apply(x, target, lambda local: local.reshape(local_shape), back, True)  # type: ignore[no-untyped-call]
     return result
 
 
 def _moved(x: DTensor, src: _planner.Layout, dst: _planner.Layout) -> DTensor:
-    """Redistributes `x` between two layouts on its mesh. Differentiable any number of times."""
+    """Returns `x`, which has layout `src`, redistributed to `dst` on its mesh. Differentiable any number of times."""
     mesh = x.device_mesh
 
     def back(gradient: DTensor) -> DTensor:
         with _planning():
-            here, there = _layout_of(gradient), _planner.gradient_layout(src, "x")
-        return gradient if here == there else _moved(gradient, here, there)
+            here, function = _layout_of(gradient), _planner.gradient_layout(src, "x")
+        return gradient if here == function else _moved(gradient, here, function)
 
     with _planning():
         target = _target(x, dst, x.stride())
-    result: DTensor = _Local.apply(  # type: ignore[no-untyped-call]
+    result: DTensor = _ApplyToLocal.apply(  # type: ignore[no-untyped-call]
         x, target, lambda local: _redistributed(local, src, dst, mesh), back, False
     )
     return result
@@ -192,7 +199,7 @@ def permuted(x: DTensor, dims: Sequence[int]) -> DTensor:
         target = _target(x, layout, [x.stride(dim) for dim in order])
         is_here = layout.mesh.coordinate(dist.get_rank()) is not None
     inverse = [order.index(dim) for dim in range(x.ndim)]
-    result: DTensor = _Local.apply(  # type: ignore[no-untyped-call]
+    result: DTensor = _ApplyToLocal.apply(  # type: ignore[no-untyped-call]
         x,
         target,
         lambda local: local.permute(order) if is_here else local.view_as(local),
@@ -203,6 +210,7 @@ def permuted(x: DTensor, dims: Sequence[int]) -> DTensor:
 
 
 def shape_of(layout: _planner.Layout) -> tuple[int, ...]:
+    """Returns the global shape of a layout."""
     return tuple(layout.shape)
 
 
@@ -233,11 +241,11 @@ def view_of_part(
     if not isinstance(seen, str):
         return seen, None
     backend = executables.lowering_for_mesh(layout.mesh, device_type, group).name
-    first = _planner.move_before_view(layout, shape, False, backend, tables_now())
-    assert first is not None
+    move = _planner.move_before_view(layout, shape, False, backend, tables_now())
+    assert move is not None
     if not redistribute:
-        raise ValueError(first[2])
-    return first[1], first[0].dst
+        raise ValueError(move[2])
+    return move[1], move[0].dst
 
 
 def permuted_part(
@@ -256,8 +264,8 @@ def permutation_of_part(
     permuted_layout = layout.permute(dims)
     if layout.mesh.coordinate(rank) is None:
         return (0,), permuted_layout
-    first = layout.flattened - 1  # local tensors have one dim for the flattened dims, which do not move
-    return tuple(dim % len(dims) - first for dim in dims[first:]), permuted_layout
+    move = layout.flattened - 1  # local tensors have one dim for the flattened dims, which do not move
+    return tuple(dim % len(dims) - move for dim in dims[move:]), permuted_layout
 
 
 def _checked(part: torch.Tensor, layout: _planner.Layout, group: dist.ProcessGroup | None) -> tuple[torch.Tensor, int]:

@@ -26,7 +26,7 @@ from ..dtensor.specs import is_strided, layout_of_spec, spec_of_layout
 from ..graph import plans
 from ..runtime import counters
 from . import literal, strided
-from .strided import is_cut, meta_of, of_local_shape, source, spec_like, with_dim
+from .strided import is_cut, meta_of, sharded_source, spec_like, with_dim, with_local_shape
 
 aten = torch.ops.aten
 
@@ -44,7 +44,7 @@ def install() -> None:
         _original = propagator.propagate_op_sharding_non_cached
         _use(_propagate)
         dispatcher: Any = DTensor._op_dispatcher
-        dispatcher.redistribute_local_args = _viewable(dispatcher.redistribute_local_args)
+        dispatcher.redistribute_local_args = _make_contiguous(dispatcher.redistribute_local_args)
         literal.install()
         strided.install()
 
@@ -62,17 +62,17 @@ def uninstall() -> None:
         _use(None)
 
 
-def _use(ours: Callable[[OpSchema], OutputSharding] | None) -> None:
-    """Makes the sharding propagator use `ours` (None: its own method), and empties its caches."""
+def _use(rule_function: Callable[[OpSchema], OutputSharding] | None) -> None:
+    """Makes the sharding propagator use `rule_function` (None: its own method), and empties its caches."""
     propagator = DTensor._op_dispatcher.sharding_propagator
-    if ours is not None:
-        propagator.propagate_op_sharding_non_cached = ours
+    if rule_function is not None:
+        propagator.propagate_op_sharding_non_cached = rule_function
     # A new cache, because caches are thread-local, and a thread can empty only its own.
     propagator.propagate_op_sharding = LocalLRUCache(propagator.propagate_op_sharding_non_cached)
     torch._C._clear_DTensor_sharding_propagator_cache()
 
 
-def _viewable(original: Callable[..., None]) -> Callable[..., None]:
+def _make_contiguous(original: Callable[..., None]) -> Callable[..., None]:
     """Makes a local tensor contiguous if its strides do not allow the view. They may differ from the DTensor's."""
 
     def redistribute_local_args(op_info: Any, schema: OpSchema, *others: Any) -> None:
@@ -105,20 +105,20 @@ def _propagate(schema: OpSchema) -> OutputSharding:
     if any(spec.mesh.size() == 1 for spec in schema.args_spec):
         # On one rank all placements are equivalent. PyTorch derives the rules of composite operators from meshes of
         # one rank, so the result must have the placements that it would have on larger meshes.
-        return _literal(schema, _original(schema))
-    if schema.op in _OF_OTHERS:
+        return _mark_literal(schema, _original(schema))
+    if schema.op in _COMPOSITES:
         raise NotImplementedError(f"{schema.op} is made of other operators")
     rule = _RULES.get(schema.op) or (_pointwise if strided.is_pointwise(schema.op) else None)
     result = rule(schema) if rule is not None else None
     if result is not None:
         counters.counts.views += 1
         return result
-    if not strided.has_any(schema) or strided.may_ask(schema) or strided.is_of_lists(schema):
-        return _literal(schema, _by_torch(schema))
-    return strided.gathered(schema, _by_torch)
+    if not strided.has_strided(schema) or strided.is_verified(schema) or strided.is_elementwise_on_lists(schema):
+        return _mark_literal(schema, _torch_result(schema))
+    return strided.gather_first(schema, _torch_result)
 
 
-def _by_torch(schema: OpSchema) -> OutputSharding:
+def _torch_result(schema: OpSchema) -> OutputSharding:
     """Returns PyTorch's result. The sizes of strided shards are computed with tensors, which must not be fake."""
     assert _original is not None
     is_real = _runtime.is_plain_eager(True) or not any(map(is_strided, schema.args_spec))
@@ -128,53 +128,53 @@ def _by_torch(schema: OpSchema) -> OutputSharding:
         return _original(schema)
 
 
-def _literal(schema: OpSchema, result: OutputSharding) -> OutputSharding:
+def _mark_literal(schema: OpSchema, result: OutputSharding) -> OutputSharding:
     """Marks split factors of a result as literal if those of all inputs are. Torch before 2.15 loses the mark."""
     strided = [spec for spec in schema.args_spec if is_strided(spec)]
     if not strided or any(spec.use_strided_shard_as_shard_order for spec in strided):
         return result
 
-    def marked(spec: Any) -> Any:
+    def mark(spec: Any) -> Any:
         if not isinstance(spec, DTensorSpec) or not is_strided(spec) or not spec.use_strided_shard_as_shard_order:
             return spec
         return DTensorSpec(spec.mesh, spec.placements, spec.tensor_meta, use_strided_shard_as_shard_order=False)
 
-    def everywhere(tree: Any) -> Any:
-        return tree_map(marked, tree, is_leaf=lambda value: isinstance(value, DTensorSpec))
+    def mark_all(tree: Any) -> Any:
+        return tree_map(mark, tree, is_leaf=lambda value: isinstance(value, DTensorSpec))
 
-    result.output_spec = everywhere(result.output_spec)
+    result.output_spec = mark_all(result.output_spec)
     if result.redistribute_schema is not None:
-        result.redistribute_schema.args_schema = everywhere(result.redistribute_schema.args_schema)
+        result.redistribute_schema.args_schema = mark_all(result.redistribute_schema.args_schema)
     return result
 
 
 def _view(schema: OpSchema) -> OutputSharding | None:
     """The rule for views: no elements move if the layout of the view exists on the mesh. Else PyTorch decides."""
-    spec = source(schema, or_empty=True)  # PyTorch's rule does not terminate for some tensors without elements
+    spec = sharded_source(schema, or_empty=True)  # PyTorch's rule does not terminate for some tensors without elements
     if spec is None:
         return None
     shape: Any = schema.args_schema[1]
     if plans.is_symbolic((*spec.shape, *shape)):
-        if _keeps_cut_dims(spec, meta_of(schema).shape):
+        if _keeps_sharded_dims(spec, meta_of(schema).shape):
             return None  # PyTorch's rule is right whatever the sizes are
         shape = plans.fixed(shape)  # numeric sizes decide if each rank keeps its elements
     assert spec.tensor_meta is not None
     try:
         layout = layout_of_spec(spec, plans.fixed(spec.shape), spec.tensor_meta.dtype)
-        seen = _planner.view_of(layout, shape, True)
+        view_layout = _planner.view_of(layout, shape, True)
     except ValueError as error:  # unknown placements, or sizes that PyTorch refuses too
         counters.count_view_fallback(counters.cause_of(error), str(error))
         return None
-    if isinstance(seen, str):
-        return _moved_by_torch(schema, spec, layout, shape, seen)
+    if isinstance(view_layout, str):
+        return _left_to_torch(schema, spec, layout, shape, view_layout)
     meta: Any = meta_of(schema)
     meta = TensorMeta(torch.Size(plans.fixed(meta.shape)), tuple(plans.fixed(meta.stride)), meta.dtype)
-    target = spec_of_layout(seen, spec, meta)
+    target = spec_of_layout(view_layout, spec, meta)
     assert target is not None
-    return of_local_shape(schema, spec, target)
+    return with_local_shape(schema, spec, target)
 
 
-def _keeps_cut_dims(spec: DTensorSpec, shape: Sequence[Any]) -> bool:
+def _keeps_sharded_dims(spec: DTensorSpec, shape: Sequence[Any]) -> bool:
     """True if every sharded dim is kept, with all dims before it or all dims after it, symbolic sizes included.
 
     False for tensors without elements: PyTorch's rule does not terminate for some of these.
@@ -191,32 +191,32 @@ def _keeps_cut_dims(spec: DTensorSpec, shape: Sequence[Any]) -> bool:
     return not is_empty and not is_strided(spec) and all(cut.dim < first or cut.dim >= last for cut in cuts)
 
 
-def _moved_by_torch(
-    schema: OpSchema, spec: DTensorSpec, layout: _planner.Layout, shape: Sequence[int], why: str
+def _left_to_torch(
+    schema: OpSchema, spec: DTensorSpec, layout: _planner.Layout, shape: Sequence[int], reason: str
 ) -> OutputSharding:
     """Leaves a view to PyTorch, which may redistribute first or raise. Raises if its result would be wrong."""
     assert _original is not None and spec.tensor_meta is not None
-    counters.count_view_fallback(counters.cause_of(ValueError(why)), f"{layout} as {tuple(shape)}: {why}")
-    result = _by_torch(schema)
+    counters.count_view_fallback(counters.cause_of(ValueError(reason)), f"{layout} as {tuple(shape)}: {reason}")
+    result = _torch_result(schema)
     first = spec if result.redistribute_schema is None else result.redistribute_schema.args_schema[0]
     if isinstance(first, DTensorSpec) and first.placements == spec.placements:
         claimed = result.output_spec
         assert isinstance(claimed, DTensorSpec)
         there = layout_of_spec(claimed, plans.fixed(claimed.shape), spec.tensor_meta.dtype)
-        known = _planner.view_of(layout, there.shape)
+        view_layout = _planner.view_of(layout, there.shape)
         ranks = layout.mesh.ranks
-        if isinstance(known, str) or any(known.region(rank) != there.region(rank) for rank in ranks):
+        if isinstance(view_layout, str) or any(view_layout.region(rank) != there.region(rank) for rank in ranks):
             raise RuntimeError(
-                f"view: PyTorch's {claimed.placements} for {layout} as {tuple(shape)} would be wrong, because {why}"
+                f"view: PyTorch's {claimed.placements} for {layout} as {tuple(shape)} would be wrong, because {reason}"
             )
     return result
 
 
-def _reordered(dims_of: Callable[..., Sequence[int]]) -> _Rule:
+def _permutation_rule(dims_of: Callable[..., Sequence[int]]) -> _Rule:
     """Returns a rule for permutations of dims with strided shards. PyTorch's rules are correct for all others."""
 
     def rule(schema: OpSchema) -> OutputSharding | None:
-        spec = source(schema)
+        spec = sharded_source(schema)
         if spec is None or not is_strided(spec):
             return None
         assert spec.tensor_meta is not None
@@ -228,16 +228,16 @@ def _reordered(dims_of: Callable[..., Sequence[int]]) -> _Rule:
     return rule
 
 
-def _swapped(ndim: int, a: int, b: int) -> list[int]:
+def _swap(ndim: int, a: int, b: int) -> list[int]:
     """Returns the permutation that swaps dims a and b."""
     dims = list(range(ndim))
     dims[a], dims[b] = dims[b], dims[a]
     return dims
 
 
-def _unsqueezed(schema: OpSchema) -> OutputSharding | None:
+def _unsqueeze(schema: OpSchema) -> OutputSharding | None:
     """The rule for unsqueeze with strided shards."""
-    spec = source(schema)
+    spec = sharded_source(schema)
     if spec is None or not is_strided(spec):
         return None
     meta: Any = meta_of(schema)
@@ -247,14 +247,14 @@ def _unsqueezed(schema: OpSchema) -> OutputSharding | None:
     return OutputSharding(spec_like(spec, moved, meta))
 
 
-def _is_plain(spec: DTensorSpec) -> bool:
+def _has_mesh_order(spec: DTensorSpec) -> bool:
     """True if placements alone determine the shards: cuts are in mesh order, or split factors encode it."""
     if spec.use_strided_shard_as_shard_order:
         return True
     return all(list(entry.mesh_dims) == sorted(entry.mesh_dims) for entry in spec.shard_order)
 
 
-def _product(lhs_dims: str, rhs_dims: str, out_dims: str) -> _Rule:
+def _product_rule(lhs_dims: str, rhs_dims: str, out_dims: str) -> _Rule:
     """Returns a rule for products with strided shards that need no communication.
 
     Each mesh dim must shard the same axis of both operands equally, or one operand must be replicated.
@@ -262,17 +262,17 @@ def _product(lhs_dims: str, rhs_dims: str, out_dims: str) -> _Rule:
 
     def rule(schema: OpSchema) -> OutputSharding | None:
         specs = schema.args_spec
-        if not any(is_strided(spec) for spec in specs) or not all(map(_is_plain, specs)):
+        if not any(is_strided(spec) for spec in specs) or not all(map(_has_mesh_order, specs)):
             return None
         *bias, lhs, rhs = specs
         flags = {spec.use_strided_shard_as_shard_order for spec in specs if is_strided(spec)}
         if len(flags) > 1 or lhs.mesh != rhs.mesh:
             return None
         placements = []
-        operands = list(lhs.placements), list(rhs.placements)  # `_of_product` replaces R by the shards that it needs
+        operands = list(lhs.placements), list(rhs.placements)  # `_placement_of` replaces R by the needed shards
         for mesh_dim in range(lhs.mesh.ndim):
-            out = _of_product(operands, mesh_dim, lhs_dims, rhs_dims, out_dims)
-            if out is None or not all(_fits(spec, spec.placements[mesh_dim], out, len(out_dims)) for spec in bias):
+            out = _placement_of(operands, mesh_dim, lhs_dims, rhs_dims, out_dims)
+            if out is None or not all(_can_add(spec, spec.placements[mesh_dim], out, len(out_dims)) for spec in bias):
                 return None
             placements.append(out)
         strided = next(spec for spec in specs if is_strided(spec))
@@ -286,7 +286,7 @@ def _product(lhs_dims: str, rhs_dims: str, out_dims: str) -> _Rule:
     return rule
 
 
-def _of_product(
+def _placement_of(
     operands: tuple[list[Any], list[Any]], mesh_dim: int, lhs_dims: str, rhs_dims: str, out_dims: str
 ) -> Placement | None:
     """Returns the placement of the product on a mesh dim, or None if elements have to move.
@@ -320,11 +320,11 @@ def _pointwise(schema: OpSchema) -> OutputSharding | None:
     """
     specs = [arg for arg in schema.args_schema if isinstance(arg, DTensorSpec)]
     is_simple = schema.op._schema.returns and not schema.is_out_variant_op() and len(specs) == len(schema.args_spec)
-    if not is_simple or not all(map(_is_plain, specs)):
+    if not is_simple or not all(map(_has_mesh_order, specs)):
         return None
     if not any(map(is_strided, specs)):
         has_equal_placements = len({spec.placements for spec in specs}) < 2
-        if has_equal_placements or not _by_torch(schema).needs_redistribute:
+        if has_equal_placements or not _torch_result(schema).needs_redistribute:
             return None
     flags = {spec.use_strided_shard_as_shard_order for spec in specs if is_strided(spec)}
     if len(flags) > 1 or any(spec.mesh != specs[0].mesh for spec in specs):
@@ -351,7 +351,7 @@ def _pointwise(schema: OpSchema) -> OutputSharding | None:
             if out.is_partial():
                 return None
         for placement, spec, now in zip(operands, specs, needed, strict=True):
-            wanted = _broadcast_of(out, placement, spec, mesh_dim, meta.shape, schema.is_inplace_op())
+            wanted = _operand_placement(out, placement, spec, mesh_dim, meta.shape, schema.is_inplace_op())
             if wanted is None:
                 return None
             now.append(wanted)
@@ -366,7 +366,7 @@ def _pointwise(schema: OpSchema) -> OutputSharding | None:
     return OutputSharding(result, OpSchema(schema.op, args, schema.kwargs_schema), needs_redistribute=True)
 
 
-def _broadcast_of(
+def _operand_placement(
     out: Any, placement: Any, spec: DTensorSpec, mesh_dim: int, shape: Sequence[int], may_move: bool
 ) -> Placement | None:
     """Returns the placement that an operand needs for a result placed as `out`.
@@ -384,7 +384,7 @@ def _broadcast_of(
     return wanted if placement == wanted or fits else None
 
 
-def _fits(spec: DTensorSpec, placement: Any, out: Any, ndim: int) -> bool:
+def _can_add(spec: DTensorSpec, placement: Any, out: Any, ndim: int) -> bool:
     """True if a bias with this placement can be added to a product placed as `out`."""
     if not is_cut(out):
         return bool(out.is_replicate() and placement.is_replicate())
@@ -394,19 +394,19 @@ def _fits(spec: DTensorSpec, placement: Any, out: Any, ndim: int) -> bool:
     return bool(placement == with_dim(out, dim))
 
 
-def _summed(schema: OpSchema) -> OutputSharding | None:
+def _sum(schema: OpSchema) -> OutputSharding | None:
     """The rule for sums of tensors with strided shards."""
-    spec = source(schema)
-    if spec is None or not is_strided(spec) or not _is_plain(spec):
+    spec = sharded_source(schema)
+    if spec is None or not is_strided(spec) or not _has_mesh_order(spec):
         return None
     summed_dims: Any = schema.args_schema[1] if len(schema.args_schema) > 1 else None
-    keeps = len(schema.args_schema) > 2 and bool(schema.args_schema[2])
+    keeps_dims = len(schema.args_schema) > 2 and bool(schema.args_schema[2])
     dims = {dim % spec.ndim for dim in summed_dims or range(spec.ndim)}
     placements: list[Placement] = []
     for placement in spec.placements:
         if is_cut(placement):
             dim = placement.dim  # type: ignore[attr-defined]
-            below = 0 if keeps else sum(summed < dim for summed in dims)
+            below = 0 if keeps_dims else sum(summed < dim for summed in dims)
             placements.append(Partial() if dim in dims else with_dim(placement, dim - below))
         elif placement.is_replicate() or placement.is_partial("sum"):
             placements.append(placement)
@@ -421,25 +421,25 @@ _RULES: dict[Any, _Rule] = {
     aten.view.default: _view,
     aten.reshape.default: _view,
     aten._unsafe_view.default: _view,
-    aten.t.default: _reordered(lambda ndim: list(reversed(range(ndim)))),
-    aten.transpose.int: _reordered(_swapped),
-    aten.permute.default: _reordered(lambda ndim, dims: dims),
-    aten.unsqueeze.default: _unsqueezed,
-    aten.squeeze.dim: strided.squeezed,
-    aten.squeeze.dims: strided.squeezed,
-    aten.squeeze_.dim: strided.squeezed,
-    aten.expand.default: strided.expanded,
-    aten.new_zeros.default: strided.created,
-    aten.new_ones.default: strided.created,
-    aten.new_full.default: strided.created,
-    aten.new_empty.default: strided.created,
+    aten.t.default: _permutation_rule(lambda ndim: list(reversed(range(ndim)))),
+    aten.transpose.int: _permutation_rule(_swap),
+    aten.permute.default: _permutation_rule(lambda ndim, dims: dims),
+    aten.unsqueeze.default: _unsqueeze,
+    aten.squeeze.dim: strided.squeeze_rule,
+    aten.squeeze.dims: strided.squeeze_rule,
+    aten.squeeze_.dim: strided.squeeze_rule,
+    aten.expand.default: strided.expand_rule,
+    aten.new_zeros.default: strided.creation_rule,
+    aten.new_ones.default: strided.creation_rule,
+    aten.new_full.default: strided.creation_rule,
+    aten.new_empty.default: strided.creation_rule,
     aten.copy_.default: _pointwise,
     aten.native_dropout_backward.default: _pointwise,
-    aten.mm.default: _product("mk", "kn", "mn"),
-    aten.addmm.default: _product("mk", "kn", "mn"),
-    aten.bmm.default: _product("bmk", "bkn", "bmn"),
-    aten.dot.default: _product("k", "k", ""),
-    aten.sum.dim_IntList: _summed,
+    aten.mm.default: _product_rule("mk", "kn", "mn"),
+    aten.addmm.default: _product_rule("mk", "kn", "mn"),
+    aten.bmm.default: _product_rule("bmk", "bkn", "bmn"),
+    aten.dot.default: _product_rule("k", "k", ""),
+    aten.sum.dim_IntList: _sum,
     **dict.fromkeys(
         (
             *(aten.alias.default, aten.clone.default, aten.detach.default, aten._to_copy.default, aten.zero_.default),
@@ -448,13 +448,13 @@ _RULES: dict[Any, _Rule] = {
             *(aten.native_dropout.default, aten.bernoulli.default, aten.bernoulli_.float, aten.normal_.default),
             *(aten.uniform_.default, aten.fill_.Scalar, aten.detach_.default),
         ),
-        strided.placed_as_first,
+        strided.same_placements_rule,
     ),
 }
 
 # Composite operators. In inference mode DTensor gets them undecomposed, and decomposes those without a rule. The
 # rules that PyTorch derives from the decompositions are wrong for some views.
-_OF_OTHERS = {
+_COMPOSITES = {
     aten.flatten.using_ints,
     aten.unflatten.int,
     aten.view_as.default,

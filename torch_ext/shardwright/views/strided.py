@@ -42,7 +42,7 @@ def install() -> None:
     assert _handlers is not None
     for op, handler in list(_handlers.items()):
         if op._schema.name.removeprefix("aten::") not in _SAFE_HANDLERS:
-            _handlers[op] = _on_gathered(handler)
+            _handlers[op] = _gathering_handler(handler)
 
 
 def uninstall() -> None:
@@ -54,7 +54,7 @@ def uninstall() -> None:
     _handlers = None
 
 
-def source(schema: OpSchema, or_empty: bool = False) -> DTensorSpec | None:
+def sharded_source(schema: OpSchema, or_empty: bool = False) -> DTensorSpec | None:
     """Returns the spec of the first argument if it is sharded, or with `or_empty` if it has no elements; else None."""
     spec = schema.args_schema[0]
     if not isinstance(spec, DTensorSpec) or spec.tensor_meta is None:
@@ -98,28 +98,28 @@ def is_pointwise(op: Any) -> bool:
     return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
 
 
-def has_any(schema: OpSchema) -> bool:
+def has_strided(schema: OpSchema) -> bool:
     """Returns True if any input has strided shards, also in a list or a keyword argument."""
-    return next(_strided(schema.args_schema, schema.kwargs_schema), None) is not None
+    return next(_strided_specs(schema.args_schema, schema.kwargs_schema), None) is not None
 
 
-def may_ask(schema: OpSchema) -> bool:
+def is_verified(schema: OpSchema) -> bool:
     """Returns True if PyTorch's rule for this operator was verified with inputs like these."""
     name = schema.op.name().removeprefix("aten::")
-    return name in verified.anywhere() or (name in verified.along_other_dims() and works_along_others(schema))
+    return name in verified.anywhere() or (name in verified.along_other_dims() and works_along_other_dims(schema))
 
 
-def works_along_others(schema: OpSchema) -> bool:
+def works_along_other_dims(schema: OpSchema) -> bool:
     """Returns True if the arguments name the dims to work along, and these dims have no strided shards."""
-    dims = _dims(schema)
+    dims = _working_dims(schema)
     return bool(dims) and not any(
         isinstance(p, _StridedShard) and p.dim in [dim % spec.ndim for dim in dims]
-        for spec in _strided(schema.args_schema, schema.kwargs_schema)
+        for spec in _strided_specs(schema.args_schema, schema.kwargs_schema)
         for p in spec.placements
     )
 
 
-def _dims(schema: OpSchema) -> list[int]:
+def _working_dims(schema: OpSchema) -> list[int]:
     """Returns the dims that an operator works along, by its arguments; empty if they name none."""
     dims: list[int] = []
     for argument, value in zip(schema.op._schema.arguments, schema.args_schema, strict=False):
@@ -130,14 +130,14 @@ def _dims(schema: OpSchema) -> list[int]:
     return dims
 
 
-def gathered(schema: OpSchema, ask: Callable[[OpSchema], OutputSharding]) -> OutputSharding:
+def gather_first(schema: OpSchema, torch_result: Callable[[OpSchema], OutputSharding]) -> OutputSharding:
     """Returns PyTorch's result for inputs that are first gathered along the mesh dims with strided shards.
 
     Raises RuntimeError if the operator writes to such an input, or takes it as a keyword argument, which DTensor does
     not redistribute.
     """
-    for argument, value in _named(schema):
-        cut = next(_strided(value), None)
+    for argument, value in _named_arguments(schema):
+        cut = next(_strided_specs(value), None)
         is_written = argument.alias_info is not None and argument.alias_info.is_write
         if cut is not None and (is_written or argument.name in schema.kwargs_schema):
             raise RuntimeError(
@@ -147,7 +147,7 @@ def gathered(schema: OpSchema, ask: Callable[[OpSchema], OutputSharding]) -> Out
             )
     gathered_args = tree_map(_gathered_spec, schema.args_schema, is_leaf=_is_spec)
     first = OpSchema(schema.op, gathered_args, schema.kwargs_schema, schema_info=schema.schema_info)
-    result = ask(first)
+    result = torch_result(first)
     counters.count_strided_gather(str(schema.op))
     if result.redistribute_schema is None:
         result.redistribute_schema = first
@@ -155,7 +155,7 @@ def gathered(schema: OpSchema, ask: Callable[[OpSchema], OutputSharding]) -> Out
     return result
 
 
-def _named(schema: OpSchema) -> Iterator[tuple[Any, Any]]:
+def _named_arguments(schema: OpSchema) -> Iterator[tuple[Any, Any]]:
     """Yields each given argument of an operator: its entry in the schema, and its value."""
     arguments = schema.op._schema.arguments
     yield from zip(arguments, schema.args_schema, strict=False)
@@ -163,10 +163,11 @@ def _named(schema: OpSchema) -> Iterator[tuple[Any, Any]]:
 
 
 def _is_spec(value: Any) -> bool:
+    """Returns True for a DTensorSpec."""
     return isinstance(value, DTensorSpec)
 
 
-def _strided(*trees: Any) -> Iterator[DTensorSpec]:
+def _strided_specs(*trees: Any) -> Iterator[DTensorSpec]:
     """Yields the specs with strided shards in nested arguments."""
     return (value for value in tree_leaves(trees, is_leaf=_is_spec) if _is_spec(value) and is_strided(value))
 
@@ -179,29 +180,29 @@ def _gathered_spec(spec: Any) -> Any:
     return DTensorSpec(spec.mesh, placements, spec.tensor_meta)
 
 
-def _on_gathered(handler: Callable[..., Any]) -> Callable[..., Any]:
+def _gathering_handler(handler: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a handler of DTensor, which uses no rules (e.g. for convolutions): strided shards are gathered first."""
 
-    def gathered_one(x: Any) -> Any:
+    def gather(x: Any) -> Any:
         if not isinstance(x, DTensor) or not is_strided(x._spec):
             return x
         spec = _gathered_spec(x._spec)
         local = torch_redistribute.redistribute_local_tensor(x._local_tensor, x._spec, spec)
         return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
 
-    def on_gathered(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call_with_gathered(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if any(isinstance(x, DTensor) and is_strided(x._spec) for x in args):
             counters.count_strided_gather(str(op))
-            args = tuple(map(gathered_one, args))
+            args = tuple(map(gather, args))
         return handler(op, args, kwargs)
 
-    on_gathered.__wrapped__ = handler  # type: ignore[attr-defined]
-    return on_gathered
+    call_with_gathered.__wrapped__ = handler  # type: ignore[attr-defined]
+    return call_with_gathered
 
 
-def squeezed(schema: OpSchema) -> OutputSharding | None:
+def squeeze_rule(schema: OpSchema) -> OutputSharding | None:
     """The rule for squeeze with strided shards."""
-    spec = source(schema)
+    spec = sharded_source(schema)
     if spec is None or not is_strided(spec):
         return None
     squeezed_dims: Any = schema.args_schema[1]
@@ -212,9 +213,9 @@ def squeezed(schema: OpSchema) -> OutputSharding | None:
     return OutputSharding(spec_like(spec, moved, meta_of(schema)))
 
 
-def expanded(schema: OpSchema) -> OutputSharding | None:
+def expand_rule(schema: OpSchema) -> OutputSharding | None:
     """The rule for expand with strided shards. None if a sharded dim would be expanded."""
-    spec = source(schema)
+    spec = sharded_source(schema)
     if spec is None or not is_strided(spec) or plans.is_symbolic(spec.shape):
         return None
     meta: Any = meta_of(schema)
@@ -222,10 +223,10 @@ def expanded(schema: OpSchema) -> OutputSharding | None:
     if any(is_cut(p) and meta.shape[p.dim + added] != spec.shape[p.dim] for p in spec.placements):  # type: ignore[attr-defined]
         return None
     moved = tuple(with_dim(p, p.dim + added) if is_cut(p) else p for p in spec.placements)
-    return of_local_shape(schema, spec, spec_like(spec, moved, meta))
+    return with_local_shape(schema, spec, spec_like(spec, moved, meta))
 
 
-def of_local_shape(schema: OpSchema, spec: DTensorSpec, target: DTensorSpec) -> OutputSharding:
+def with_local_shape(schema: OpSchema, spec: DTensorSpec, target: DTensorSpec) -> OutputSharding:
     """Returns the result for an operator with a shape argument, which on each rank becomes the shape of its part."""
     assert target.tensor_meta is not None
     shape = layout_of_spec(target, target.shape, target.tensor_meta.dtype).local_shape(dist.get_rank())
@@ -233,9 +234,9 @@ def of_local_shape(schema: OpSchema, spec: DTensorSpec, target: DTensorSpec) -> 
     return OutputSharding(target, local, needs_redistribute=True, use_val_from_redistribute_schema=True)
 
 
-def placed_as_first(schema: OpSchema) -> OutputSharding | None:
+def same_placements_rule(schema: OpSchema) -> OutputSharding | None:
     """The rule for operators whose results, one or several, have the placements of the first argument."""
-    spec = source(schema)
+    spec = sharded_source(schema)
     if spec is None or not is_strided(spec) or (_is_pending(spec) and schema.op not in _KEEP_PENDING):
         return None
     meta: Any = meta_of(schema)
@@ -249,21 +250,22 @@ _KEEP_PENDING = (aten.alias.default, aten.clone.default, aten.detach.default, at
 
 
 def _is_pending(spec: DTensorSpec) -> bool:
+    """Returns True if some placement is a pending reduction."""
     return any(placement.is_partial() for placement in spec.placements)
 
 
-def created(schema: OpSchema) -> OutputSharding | None:
+def creation_rule(schema: OpSchema) -> OutputSharding | None:
     """The rule for new tensors of an argument's type: sharded as it if they have its shape, else replicated."""
-    spec = source(schema)
+    spec = sharded_source(schema)
     if spec is None or not is_strided(spec) or plans.is_symbolic(spec.shape):
         return None
     meta: Any = meta_of(schema)
     if meta.shape == spec.shape and not _is_pending(spec):
-        return of_local_shape(schema, spec, spec.shallow_copy_with_tensor_meta(meta))
+        return with_local_shape(schema, spec, spec.shallow_copy_with_tensor_meta(meta))
     return OutputSharding(DTensorSpec(spec.mesh, (Replicate(),) * spec.mesh.ndim, meta))
 
 
-def is_of_lists(schema: OpSchema) -> bool:
+def is_elementwise_on_lists(schema: OpSchema) -> bool:
     """True for elementwise functions of lists of tensors, as optimizers call them.
 
     PyTorch's rule gives all tensors at one index of the lists the placements of the first, which is correct for any
