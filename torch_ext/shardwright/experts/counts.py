@@ -23,19 +23,35 @@ Counts = tuple[Sequence[int], Sequence[int]]
 
 
 def compare(
-    ranks: ExpertGroup, fields: Mapping[str, Any], refusal: Exception | None, counts: Counts | None = None
+    ranks: ExpertGroup, fields: Mapping[str, Any], error: Exception | None, counts: Counts | None = None
 ) -> tuple[list[int], list[int], int]:
-    """Returns the rows and pairs that each rank sends here, and the bytes received for that. All ranks must call.
+    """Compares the fields of all ranks and exchanges counts. All ranks must call.
 
-    Raises `refusal` if there is one, RuntimeError if another rank has one, ValueError on all ranks if fields differ.
+    Args:
+        ranks: the group.
+        fields: values that must be equal on all ranks.
+        error: the error in this rank's arguments, if any.
+        counts: the numbers of rows and pairs that this rank sends to each rank; None means none.
+
+    Returns:
+        The numbers of rows and pairs that each rank sends to this rank, and the bytes received for the comparison.
+
+    Raises:
+        error: if it is given.
+        RuntimeError: another rank has an error.
+        ValueError: fields differ; raised on all ranks.
     """
     words = torch.zeros(ranks.size, 2, dtype=torch.int64) if counts is None else torch.tensor(counts).t()
-    received = ranks.words.compare(Statement("dispatch", fields), refusal, words)
+    received = ranks.words.compare(Statement("dispatch", fields), error, words)
     return received[:, 0].tolist(), received[:, 1].tolist(), _received_bytes(ranks.size, HEAD_WORDS + 2)
 
 
 def exchange_counts(group_name: str, counts: Counts, device: torch.device) -> tuple[list[int], list[int], int]:
-    """Returns the rows and pairs that each rank of a group sends here, and the bytes received for these counts."""
+    """Exchanges counts. Returns the numbers of rows and pairs that each rank sends to this rank, and the bytes
+    received.
+
+    `counts` are the numbers that this rank sends to each rank. Counts are sent from `device`.
+    """
     words = torch.tensor(counts).t()
     received = _runtime.exchange_words(group_name, "dispatch, counting rows", words, str(device))
     return received[:, 0].tolist(), received[:, 1].tolist(), _received_bytes(*words.shape)
@@ -44,10 +60,12 @@ def exchange_counts(group_name: str, counts: Counts, device: torch.device) -> tu
 def exchange_capacity(
     ranks: ExpertRanks, codes: torch.Tensor, capacity: int, drops: bool
 ) -> tuple[torch.Tensor, int, int]:
-    """Drops codes so that each replica takes at most `capacity` tokens, in the order of ranks, then tokens.
+    """Drops codes beyond the capacity of replicas. Tokens are taken in the order of ranks, then of tokens on a rank.
 
-    Returns the remaining codes, the number of dropped ones, and the bytes received for the counts. Raises ValueError on
-    all ranks if codes exceed the capacity and `drops` is False.
+    Returns the remaining codes, the number of dropped codes, and the bytes received for counts. Raises ValueError on
+    all ranks if codes exceed the capacity and `drops` is False. Example with capacity 3: ranks 0 and 1 have 2 codes
+    each for a replica. Rank 0 keeps both. Rank 1 receives the count 2 of rank 0, keeps its first code, and drops the
+    second.
     """
     placement = ranks.placement
     counts = _runtime.count_by_replica(codes, placement.num_replicas)

@@ -27,7 +27,7 @@ from ..runtime.counters import counts
 from ..runtime.plain_tensors import waited_with_history
 from .counts import compare, exchange_capacity, exchange_counts
 from .gradients import Collect, Contract, Expand, Expansion, Send
-from .ranks import ExpertGroup, ExpertRanks, Group, Nodes, expert_ranks, group_alone
+from .ranks import ExpertGroup, ExpertRanks, Group, Nodes, expert_ranks, group_for_errors
 
 _ROW_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _OVERFLOWS = ("raise", "drop")
@@ -41,7 +41,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _outside_graphs(function: F) -> F:
-    """Keeps a function out of graphs: in compiled code, the graph breaks once, and the function runs eagerly."""
+    """Returns a function that runs eagerly in compiled code too. There the graph breaks once, at its call."""
     outside = torch._disable_dynamo(function)  # type: ignore[no-untyped-call]
 
     @functools.wraps(function)
@@ -154,15 +154,15 @@ def dispatch(
     try:
         ranks = expert_ranks(placement, group, topology)
     except ValueError as error:
-        listening = group_alone(placement, group)
-        if listening is None:
+        error_group = group_for_errors(placement, group)
+        if error_group is None:
             raise
-        _refuse(listening, error, rows_per_rank)
+        _refuse(error_group, error, rows_per_rank)
     x, expert_ids, scores, scales = map(waited_with_history, (x, expert_ids, scores, scales))
     try:
-        arguments = Given.checked(x, expert_ids, scores, scales, capacity, overflow, rows_per_rank)
+        arguments = Arguments.checked(x, expert_ids, scores, scales, capacity, overflow, rows_per_rank)
         ranks.check_device(arguments.x.device)
-        codes = None if rows_per_rank is not None else arguments.chosen(ranks)
+        codes = None if rows_per_rank is not None else arguments.replica_codes(ranks)
     except ValueError as error:
         _refuse(ranks, error, rows_per_rank)
     if checking.is_on():
@@ -172,7 +172,7 @@ def dispatch(
 
 
 def _refuse(ranks: ExpertGroup, error: ValueError, rows_per_rank: Any) -> NoReturn:
-    """Reports the error to ranks that compare arguments, then raises it."""
+    """Raises this rank's error, after reporting it to the other ranks if they compare arguments."""
     if checking.is_on():
         _compare("dispatch", ranks, {}, error)
     if rows_per_rank is None:
@@ -180,7 +180,7 @@ def _refuse(ranks: ExpertGroup, error: ValueError, rows_per_rank: Any) -> NoRetu
     raise error
 
 
-class Given(NamedTuple):
+class Arguments(NamedTuple):
     """The checked arguments of a `dispatch`."""
 
     x: torch.Tensor
@@ -194,13 +194,13 @@ class Given(NamedTuple):
     @staticmethod
     def checked(
         x: Any, expert_ids: Any, scores: Any, scales: Any, capacity: Any, overflow: Any, rows_per_rank: Any
-    ) -> Given:
+    ) -> Arguments:
         """Returns the arguments of `dispatch`. Raises ValueError for invalid ones."""
         argument_checks.check_tensor("x", x)
         if x.ndim != 2:
             raise argument_error("x", "of shape [tokens, hidden]", tuple(x.shape))
         if x.requires_grad and torch.is_grad_enabled() and x.dtype not in _ROW_DTYPES:
-            raise argument_error("x", f"one of {_names(_ROW_DTYPES)} if it requires grad", x.dtype)
+            raise argument_error("x", f"one of {_dtype_names(_ROW_DTYPES)} if it requires grad", x.dtype)
         _check_per_token("expert_ids", expert_ids, x)
         if expert_ids.dtype not in (torch.int64, torch.int32) or expert_ids.shape[1] < 1:
             described = f"{expert_ids.dtype} of shape {tuple(expert_ids.shape)}"
@@ -208,7 +208,7 @@ class Given(NamedTuple):
         if scores is not None:
             _check_per_token("scores", scores, x)
             if scores.dtype not in _ROW_DTYPES or scores.shape != expert_ids.shape:
-                allowed = f"one of {_names(_ROW_DTYPES)}, of the shape of expert_ids, {tuple(expert_ids.shape)}"
+                allowed = f"one of {_dtype_names(_ROW_DTYPES)}, of the shape of expert_ids, {tuple(expert_ids.shape)}"
                 raise argument_error("scores", allowed, f"{scores.dtype} of shape {tuple(scores.shape)}")
         if scales is not None:
             _check_per_token("scales", scales, x)
@@ -222,20 +222,21 @@ class Given(NamedTuple):
             if overflow != "drop":
                 why = "with rows_per_rank, where the host cannot count tokens"
                 raise argument_error("overflow", f"'drop' {why}", repr(overflow))
-        return Given(x, expert_ids, scores, scales, capacity, overflow, rows_per_rank)
+        return Arguments(x, expert_ids, scores, scales, capacity, overflow, rows_per_rank)
 
     @property
     def top_k(self) -> int:
+        """The number of experts of each token."""
         return self.expert_ids.shape[1]
 
     @property
     def gradients(self) -> tuple[bool, bool]:
-        """Returns True for x, and True for the scores, if their gradient is required."""
+        """Returns two flags: True if x requires a gradient, and True if the scores do."""
         on = torch.is_grad_enabled()
         return on and self.x.requires_grad, on and self.scores is not None and self.scores.requires_grad
 
-    def chosen(self, ranks: ExpertRanks) -> torch.Tensor:
-        """Returns a replica code (ranks.py) per expert id, on the host. Raises ValueError for invalid ids."""
+    def replica_codes(self, ranks: ExpertRanks) -> torch.Tensor:
+        """Returns the replica code (ranks.py) of each expert id, on the host. Raises ValueError for invalid ids."""
         ids = self.expert_ids.detach().to(device="cpu", dtype=torch.int64).contiguous()
         return ranks.placement.choose(ids, ranks.rank, ranks.node_of_rank)
 
@@ -243,7 +244,7 @@ class Given(NamedTuple):
         """Returns the arguments and properties that must be the same on all ranks."""
         return {
             "hidden_size": self.x.shape[1],
-            "dtype": _name(self.x.dtype),
+            "dtype": _dtype_name(self.x.dtype),
             "in_host_memory": ranks.wire(self.x.device).type == "cpu",  # tokens are sent from there
             "top_k": self.top_k,
             "num_experts": ranks.placement.num_experts,
@@ -252,20 +253,22 @@ class Given(NamedTuple):
             "capacity": str(self.capacity),
             "overflow": self.overflow,
             "rows_per_rank": str(self.rows_per_rank),
-            "scores": "None" if self.scores is None else _name(self.scores.dtype),
+            "scores": "None" if self.scores is None else _dtype_name(self.scores.dtype),
             "num_scales": 0 if self.scales is None else self.scales.shape[1],
-            "scales": "None" if self.scales is None else _name(self.scales.dtype),
+            "scales": "None" if self.scales is None else _dtype_name(self.scales.dtype),
             "x_has_gradient": self.gradients[0],
             "scores_have_gradient": self.gradients[1],
         }
 
 
-def _name(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
+    """Returns a text such as "float32"."""
     return str(dtype).removeprefix("torch.")
 
 
-def _names(dtypes: tuple[torch.dtype, ...]) -> str:
-    return ", ".join(map(_name, dtypes))
+def _dtype_names(dtypes: tuple[torch.dtype, ...]) -> str:
+    """Returns a text such as "float32, float16"."""
+    return ", ".join(map(_dtype_name, dtypes))
 
 
 def _check_per_token(argument: str, tensor: Any, x: torch.Tensor) -> None:
@@ -278,17 +281,17 @@ def _check_per_token(argument: str, tensor: Any, x: torch.Tensor) -> None:
         raise argument_error(argument, f"on the device of x, {x.device}", tensor.device)
 
 
-def _compare(call: str, ranks: ExpertGroup, fields: dict[str, Any], refusal: Exception | None) -> None:
-    """Compares a call among ranks in the debug mode. `refusal` is this rank's error, if any."""
-    errors = {"arguments": None if refusal is None else str(refusal)}
+def _compare(call: str, ranks: ExpertGroup, fields: dict[str, Any], error: Exception | None) -> None:
+    """Compares a call among ranks in the debug mode. `error` is this rank's error, if any."""
+    errors = {"arguments": None if error is None else str(error)}
     checking.compare_calls(Statement(call, fields, errors), ranks.ranks, ranks.ranks[ranks.rank])
 
 
 # ------------------------------------------------------------------------------------------------------- dispatch
 
 
-def _dispatch(arguments: Given, ranks: ExpertRanks, codes: torch.Tensor) -> Dispatched:
-    """Dispatches with counts on the host: sends only the rows that are needed."""
+def _dispatch(arguments: Arguments, ranks: ExpertRanks, codes: torch.Tensor) -> Dispatched:
+    """Runs a dispatch whose counts are known on the host: ranks send only the rows that are needed."""
     device, nodes = arguments.x.device, ranks.nodes
     wire = ranks.wire(device)
     targets = ranks.targets if nodes is None else nodes.relay_of_replica
@@ -307,9 +310,9 @@ def _dispatch(arguments: Given, ranks: ExpertRanks, codes: torch.Tensor) -> Disp
     state.exchange(_exchange(ranks.group_name, wire, routes, receive, device), codes.to(device))
     if nodes is not None:
         copies = state.forward_in_node(nodes)
-    arrived = state.dispatched(state.expand(sum(copies)), dropped)
-    arrived.handle._compares = ranks.words.device.type == "cpu"
-    return arrived
+    result = state.dispatched(state.expand(sum(copies)), dropped)
+    result.handle._compares = ranks.words.device.type == "cpu"
+    return result
 
 
 def _exchange(
@@ -320,12 +323,12 @@ def _exchange(
     return _runtime.RowExchange(group_name, wire.type, send_rows.to(device), rows_of_token.to(device), send, receive)
 
 
-def _dispatch_fixed(arguments: Given, ranks: ExpertRanks) -> Dispatched:
-    """Dispatches with counts on the device: sends `rows_per_rank` rows to each rank."""
+def _dispatch_fixed(arguments: Arguments, ranks: ExpertRanks) -> Dispatched:
+    """Runs a dispatch whose counts stay on the device: every rank sends `rows_per_rank` rows to each rank."""
     rows_per_rank = arguments.rows_per_rank or 0
     tables = ranks.on_device(arguments.x.device)
     if arguments.x.device.type == "cpu":
-        arguments.chosen(ranks)  # raises for an invalid id; on devices the check would wait
+        arguments.replica_codes(ranks)  # raises for an invalid id; on devices the check would wait
     codes = tables.choose(arguments.expert_ids.detach().to(torch.int64), ranks.rank)
     send_rows, rows_of_token, dropped = tables.route(codes, rows_per_rank)
     num_rows = [rows_per_rank] * ranks.size  # sent to, and received from, each rank
@@ -343,16 +346,17 @@ def _dispatch_fixed(arguments: Given, ranks: ExpertRanks) -> Dispatched:
 
 
 class _DispatchState:
-    """The state of a dispatch on this rank: its tokens and their data after each exchange."""
+    """The rows of a dispatch that this rank holds: its own tokens at first, then those received by each exchange."""
 
-    def __init__(self, given: Given, ranks: ExpertRanks, words_bytes: int, *, knows_origins: bool) -> None:
-        self.given = given
+    def __init__(self, arguments: Arguments, ranks: ExpertRanks, words_bytes: int, *, knows_origins: bool) -> None:
+        self.arguments = arguments
         self.ranks = ranks
-        self.x = x = given.x
-        self.scores = x.new_empty((x.shape[0], 0), dtype=torch.float32) if given.scores is None else given.scores
-        self.scales = x.new_empty((x.shape[0], 0)) if given.scales is None else given.scales.detach()
+        self.x = x = arguments.x
+        scores = arguments.scores
+        self.scores = x.new_empty((x.shape[0], 0), dtype=torch.float32) if scores is None else scores
+        self.scales = x.new_empty((x.shape[0], 0)) if arguments.scales is None else arguments.scales.detach()
         self.codes = torch.empty(0)
-        # Rank and token of each row, if rows are not received in this order.
+        # The origin of each row (`_origins_here`), if rows are not received in the order of ranks and tokens.
         self.origins: torch.Tensor | None = self._origins_here() if knows_origins else None
         self.anchor = torch.empty(0)
         self.exchanges: list[_runtime.RowExchange] = []
@@ -360,7 +364,7 @@ class _DispatchState:
         self.metadata_bytes = words_bytes
 
     def exchange(self, exchange: _runtime.RowExchange, codes: torch.Tensor) -> None:
-        """Runs an exchange: sends the tokens and receives others. `codes` must be on the device of x."""
+        """Sends the rows by an exchange, and replaces them by the received rows. `codes` must be on the device of x."""
         others = [self.scales, codes]
         if self.origins is not None:
             others.append(self.origins.unsqueeze(1))
@@ -368,9 +372,9 @@ class _DispatchState:
         record_bytes = _runtime.record_bytes([self.x, self.scores, *others])
         self.payload_bytes += exchange.num_received_from_others * row_bytes
         self.metadata_bytes += exchange.num_received_from_others * (record_bytes - row_bytes)
-        step = f"dispatch, sending tokens ({self.given.x.dtype}[{self.given.x.shape[1]}]) to the ranks of their experts"
-        arrived = Send.apply(exchange, step, self.given.gradients, self.x, self.scores, *others)  # type: ignore[no-untyped-call]
-        self.anchor, self.x, self.scores, self.scales, self.codes, *origins = arrived
+        step = f"dispatch, sending tokens ({self.x.dtype}[{self.x.shape[1]}]) to the ranks of their experts"
+        received = Send.apply(exchange, step, self.arguments.gradients, self.x, self.scores, *others)  # type: ignore[no-untyped-call]
+        self.anchor, self.x, self.scores, self.scales, self.codes, *origins = received
         self.origins = origins[0].reshape(-1).contiguous() if origins else None
         self.exchanges.append(exchange)
 
@@ -392,20 +396,20 @@ class _DispatchState:
         return _runtime.expand_rows_on_device(self.codes, first, num_local, self.origins, _NO_CAPACITY, num_copies)[:3]
 
     def dispatched(self, expansion: tuple[torch.Tensor, ...], dropped: int | torch.Tensor) -> Dispatched:
-        """Returns the result of the dispatch. `expansion` is (pairs, places, tokens per expert); see `Expansion`."""
+        """Returns the result of the dispatch. `expansion` is (pairs, copies, tokens per expert); see `Expansion`."""
         pairs, copies, tokens_per_expert = expansion
-        rows = torch.div(pairs, self.given.top_k, rounding_mode="floor")
-        arrived = Expansion(pairs, rows, copies)
-        scores = None if self.given.scores is None else self.scores
-        handle = DispatchHandle(self.ranks, self.exchanges, arrived, scores, self.anchor)
+        rows = torch.div(pairs, self.arguments.top_k, rounding_mode="floor")
+        copy_map = Expansion(pairs, rows, copies)
+        scores = None if self.arguments.scores is None else self.scores
+        handle = DispatchHandle(self.ranks, self.exchanges, copy_map, scores, self.anchor)
         handle.dropped = dropped
         handle.payload_bytes, handle.metadata_bytes = self.payload_bytes, self.metadata_bytes
-        if self.given.scales is not None:
+        if self.arguments.scales is not None:
             handle.scales = _runtime.take_rows(self.scales, rows)
-        return Dispatched(Expand.apply(arrived, self.x), tokens_per_expert, handle)  # type: ignore[no-untyped-call]
+        return Dispatched(Expand.apply(copy_map, self.x), tokens_per_expert, handle)  # type: ignore[no-untyped-call]
 
     def _origins_here(self) -> torch.Tensor:
-        """Returns the origin of each of this rank's tokens: rank * 2**40 + index of the token."""
+        """Returns the origin of each of this rank's tokens: its rank in the group * 2**40 + its index on this rank."""
         first = self.ranks.rank << 40
         return torch.arange(first, first + self.x.shape[0], device=self.x.device)
 
@@ -437,14 +441,14 @@ def combine(y: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
     if not isinstance(handle, DispatchHandle):
         raise argument_error("handle", "the handle that dispatch returned", f"a {type(handle).__name__}")
     y = waited_with_history(y)
-    refusal = _refusal_of(y, handle)
-    fields = {} if refusal is not None else {"size": y.shape[1], "dtype": _name(y.dtype)}
+    error = _error_in(y, handle)
+    fields = {} if error is not None else {"size": y.shape[1], "dtype": _dtype_name(y.dtype)}
     if checking.is_on():
-        _compare("combine", handle._ranks, fields, refusal)
+        _compare("combine", handle._ranks, fields, error)
     if handle._compares:
-        handle._ranks.words.compare(Statement("combine", fields), refusal)
-    if refusal is not None:
-        raise refusal
+        handle._ranks.words.compare(Statement("combine", fields), error)
+    if error is not None:
+        raise error
     counts.combines += 1
     sums: torch.Tensor = Contract.apply(handle._expansion, y, handle._scores)  # type: ignore[no-untyped-call]
     anchor = handle._anchor
@@ -456,7 +460,7 @@ def combine(y: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
     return sums
 
 
-def _refusal_of(y: Any, handle: DispatchHandle) -> ValueError | None:
+def _error_in(y: Any, handle: DispatchHandle) -> ValueError | None:
     """Returns the error if `y` does not match the handle's dispatch, or None."""
     try:
         argument_checks.check_tensor("y", y)
@@ -467,5 +471,5 @@ def _refusal_of(y: Any, handle: DispatchHandle) -> ValueError | None:
         allowed = f"a matrix of one row for each of the {copies} rows that dispatch returned here, on {device}"
         return argument_error("y", allowed, f"shape {tuple(y.shape)} on {y.device}")
     if y.dtype not in _ROW_DTYPES:
-        return argument_error("y", f"one of {_names(_ROW_DTYPES)}", y.dtype)
+        return argument_error("y", f"one of {_dtype_names(_ROW_DTYPES)}", y.dtype)
     return None

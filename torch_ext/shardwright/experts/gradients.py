@@ -17,11 +17,16 @@ from .._native import _runtime
 
 
 class Expansion(NamedTuple):
-    """The map between received rows and their copies for experts of this rank, in the order of experts."""
+    """The map between received rows and their copies for experts of this rank, in the order of experts.
 
-    pairs: torch.Tensor  # by copy: the index of its row times top-k, plus the index among the token's experts
-    rows: torch.Tensor  # by copy: the index of its row
-    copies: torch.Tensor  # [rows, top-k]: the copies of a row, -1 for none
+    Example with top-k 2: row 0 goes to experts b and a of this rank, row 1 only to a, by its second choice. The copies
+    are 0: row 0 for a, 1: row 1 for a, 2: row 0 for b. So pairs = [1, 3, 0], rows = [0, 1, 0], copies = [[2, 0],
+    [-1, 1]].
+    """
+
+    pairs: torch.Tensor  # [copies]: the index of the copy's row times top-k, plus the index among the token's experts
+    rows: torch.Tensor  # [copies]: the index of the copy's row
+    copies: torch.Tensor  # [rows, top-k]: the index of the copy for each expert of the token, -1 for experts elsewhere
 
 
 class Send(torch.autograd.Function):
@@ -39,10 +44,10 @@ class Send(torch.autograd.Function):
         anchor = parts[0].new_empty(0, dtype=torch.float32)
         # All parts share one storage. Cloning the others lets it be freed with the rows.
         rows, *others = exchange.send(step, list(parts))
-        arrived = [rows, *(part.clone(memory_format=torch.contiguous_format) for part in others)]
-        without = [arrived[i] for i in range(len(parts)) if i > 1 or not gradients[i]]
-        ctx.mark_non_differentiable(*without, *([] if any(gradients) else [anchor]))
-        return anchor, *arrived
+        received = [rows, *(part.clone(memory_format=torch.contiguous_format) for part in others)]
+        not_differentiable = [received[i] for i in range(len(parts)) if i > 1 or not gradients[i]]
+        ctx.mark_non_differentiable(*not_differentiable, *([] if any(gradients) else [anchor]))
+        return anchor, *received
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -50,8 +55,8 @@ class Send(torch.autograd.Function):
         needed = [i for i in range(2) if ctx.gradients[i]]
         returned: list[torch.Tensor | None] = [None] * (len(gradients) - 1)
         if needed:  # the same on all ranks
-            back = ctx.exchange.send_back(f"backward of {ctx.step}", [gradients[1 + i] for i in needed])
-            for i, gradient in zip(needed, back, strict=True):
+            sums = ctx.exchange.send_back(f"backward of {ctx.step}", [gradients[1 + i] for i in needed])
+            for i, gradient in zip(needed, sums, strict=True):
                 returned[i] = gradient
         return None, None, None, *returned
 
@@ -67,8 +72,8 @@ class Collect(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        back = ctx.exchange.send(f"backward of {ctx.step}", [gradient])[0]
-        return None, None, back, torch.zeros_like(ctx.anchor)
+        rows = ctx.exchange.send(f"backward of {ctx.step}", [gradient])[0]
+        return None, None, rows, torch.zeros_like(ctx.anchor)
 
 
 class Expand(torch.autograd.Function):
@@ -101,5 +106,5 @@ class Contract(torch.autograd.Function):
         expansion = ctx.expansion
         if scores is None:
             return None, _runtime.take_rows(gradient, expansion.rows), None
-        of_scores = None if y is None else _runtime.dot_rows(y, expansion.copies, gradient, scores)
-        return None, _runtime.take_weighted_rows(gradient, expansion.pairs, scores), of_scores
+        score_gradient = None if y is None else _runtime.dot_rows(y, expansion.copies, gradient, scores)
+        return None, _runtime.take_weighted_rows(gradient, expansion.pairs, scores), score_gradient

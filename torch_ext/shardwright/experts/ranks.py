@@ -20,12 +20,12 @@ from ..runtime import executables, groups
 from ..runtime.agreement import GroupWords
 
 Group = Any  # a ProcessGroup, a DeviceMesh, or None for the default group
-_MOST_EXPERTS = 1 << 20  # of a Layout
+_MAX_EXPERTS = 1 << 20  # of a Layout
 _ALLOWED = "a Layout with experts in dim 0, or a list of expert ids for each rank of the group"
 
 
-# Tables that a captured graph reads at every replay, even after the placement is gone. They are never freed.
-_read_by_graphs: set[_runtime.DevicePlacement] = set()
+# Tables that captured graphs read at every replay, even after the placement is gone. They are never freed.
+_used_by_graphs: set[_runtime.DevicePlacement] = set()
 
 
 class ExpertGroup:
@@ -37,7 +37,7 @@ class ExpertGroup:
         self.ranks = tuple(dist.get_process_group_ranks(group))  # global ranks
         self.rank = dist.get_rank(group)  # this rank in the group
         self.size = len(self.ranks)
-        self._wires: dict[torch.device, torch.device] = {}
+        self._wire_devices: dict[torch.device, torch.device] = {}
         self._words: GroupWords | None = None
 
     @property
@@ -45,7 +45,7 @@ class ExpertGroup:
         """Returns the exchange for comparisons and counts."""
         if self._words is None:
             group = self._group.get()
-            self._check_moves(group)
+            self._check_backend(group)
             self._words = GroupWords(group if group is not None else dist.group.WORLD)
         return self._words
 
@@ -59,18 +59,19 @@ class ExpertGroup:
         return groups.owner_of(None, self._group.get())
 
     @staticmethod
-    def _check_moves(group: dist.ProcessGroup) -> None:
+    def _check_backend(group: dist.ProcessGroup) -> None:
+        """Raises RuntimeError if the group has the backend for dry runs."""
         if groups.moves_nothing(group):
             raise RuntimeError("group must have a backend that moves data, got the fake backend")
 
     def wire(self, device: torch.device) -> torch.device:
         """Returns the device from which tensors of `device` are sent: the same, or the host."""
-        if device not in self._wires:
+        if device not in self._wire_devices:
             group = self._group.get()
-            self._check_moves(group)
+            self._check_backend(group)
             wire = executables.wire(device.type, group)
-            self._wires[device] = device if wire == device.type else torch.device(wire)
-        return self._wires[device]
+            self._wire_devices[device] = device if wire == device.type else torch.device(wire)
+        return self._wire_devices[device]
 
 
 class ExpertRanks(ExpertGroup):
@@ -82,7 +83,7 @@ class ExpertRanks(ExpertGroup):
         self.experts = tuple(experts_of_rank[self.rank])
         self._expert_of_replica = [expert for experts in experts_of_rank for expert in experts]
         self.first_replica = self.placement.first_replica[self.rank]
-        # By replica of an expert: the rank to which a row is sent if nodes are not known.
+        # For each replica: the rank to which its rows are sent if nodes are not known.
         self.targets: list[int] = list(self.placement.rank_of_replica)
         self.nodes: Nodes | None = None  # None if nodes are not known, or make no difference
         self._on_device: dict[torch.device, _runtime.DevicePlacement] = {}
@@ -102,16 +103,19 @@ class ExpertRanks(ExpertGroup):
             self._on_device[device] = _runtime.DevicePlacement(self.placement, str(device))
         tables = self._on_device[device]
         if _runtime.is_capturing(str(device)):
-            _read_by_graphs.add(tables)
+            _used_by_graphs.add(tables)
         return tables
 
 
 class Nodes:
-    """The routes of rows if nodes are known. A row is sent once to each node, to the relay there: the rank with the
-    index of this rank within its node. The relay forwards it to the ranks of its node.
+    """The routes of rows if nodes are known.
 
-    `connect` makes the group of this rank's node. It must be called after all ranks have agreed on the nodes, because a
-    rank without nodes would not take part.
+    A row is sent once to each node with experts for it: to the relay there, which forwards it to the ranks of its node.
+    The relay is the rank that has the same index in its node as the sender has in its own. Example with nodes of ranks
+    0 to 3 and 4 to 7: rows of rank 1 for experts on ranks 4 and 6 go once to relay 5, which forwards them.
+
+    `connect` makes the group of this rank's node. Call it after all ranks have agreed on the nodes, because a rank
+    without nodes would not take part.
     """
 
     def __init__(self, ranks: ExpertRanks, ranks_per_node: int) -> None:
@@ -121,13 +125,13 @@ class Nodes:
         self.node_of_rank = [names.index(node) for node in nodes]
         members = [[r for r in range(ranks.size) if self.node_of_rank[r] == node] for node in range(len(names))]
         self._own_node = own_node = self.node_of_rank[ranks.rank]
-        own_place = members[own_node].index(ranks.rank)
-        relays = [node[own_place % len(node)] for node in members]
+        own_index = members[own_node].index(ranks.rank)
+        relays = [node[own_index % len(node)] for node in members]
         self._ranks_inside = sorted(ranks.ranks[r] for r in members[own_node])
         self._ranks = ranks.ranks
         self._owner = ranks.owner()
         self._rank_of_replica = ranks.placement.rank_of_replica
-        # By replica: the relay to which this rank sends its rows, as a rank in the group.
+        # For each replica: the relay to which this rank sends its rows, as a rank in the group.
         self.relay_of_replica = [relays[self.node_of_rank[rank]] for rank in self._rank_of_replica]
         self.inside_name = ""  # name of the node's process group
         self.size_inside = len(self._ranks_inside)
@@ -163,11 +167,11 @@ def expert_ranks(placement: Any, group: Group, topology: Topology | str | None) 
         hash(key)
     except TypeError:
         raise argument_error("placement", _ALLOWED, repr(placement)) from None
-    return _ranks_by_key.get_or_make(key, lambda: _make(placement, group, topology))
+    return _ranks_by_key.get_or_make(key, lambda: _make_ranks(placement, group, topology))
 
 
-def group_alone(placement: Any, group: Group) -> ExpertGroup | None:
-    """Returns the group in which to report an invalid placement or topology to other ranks; None if it is unknown."""
+def group_for_errors(placement: Any, group: Group) -> ExpertGroup | None:
+    """Returns the group to which to report an error in placement or topology; None if the group is not known."""
     try:
         _group_key(group)
         members = _layout_members(placement, group) if isinstance(placement, _planner.Layout) else _members(group)
@@ -195,13 +199,13 @@ def _group_key(group: Group) -> Hashable:
     return groups.weakly(group)
 
 
-def _make(placement: Any, group: Group, topology: Topology | None) -> ExpertRanks:
+def _make_ranks(placement: Any, group: Group, topology: Topology | None) -> ExpertRanks:
     """Returns the `ExpertRanks`, without the cache. Raises ValueError for invalid arguments."""
     if isinstance(placement, _planner.Layout):
-        members, experts, num_experts = _of_layout(placement, group)
+        members, experts, num_experts = _experts_of_layout(placement, group)
     else:
         members = _members(group)
-        experts, num_experts = _of_lists(placement, len(members))
+        experts, num_experts = _experts_of_lists(placement, len(members))
     if dist.get_rank() not in members:
         raise argument_error("placement", f"on ranks that include {dist.get_rank()} (this rank)", members)
     process_group = _process_group(members, group)
@@ -224,34 +228,34 @@ def _members(group: Group) -> list[int]:
 
 def _process_group(members: Sequence[int], group: Group) -> dist.ProcessGroup:
     """Finds or makes the process group of these global ranks. Collective among them if it must be made."""
-    wanted = sorted(members)
-    if isinstance(group, dist.ProcessGroup) and sorted(dist.get_process_group_ranks(group)) == wanted:
+    ranks = sorted(members)
+    if isinstance(group, dist.ProcessGroup) and sorted(dist.get_process_group_ranks(group)) == ranks:
         return group
     device_mesh = group if argument_values.is_device_mesh(group) else None
     owner = groups.owner_of(device_mesh, group if device_mesh is None else None)
-    return groups.find_or_make(wanted, owner)
+    return groups.find_or_make(ranks, owner)
 
 
-def _of_lists(placement: Any, size: int) -> tuple[list[list[int]], int]:
+def _experts_of_lists(placement: Any, size: int) -> tuple[list[list[int]], int]:
     """Returns the experts of each rank, and the number of experts, of a placement by lists."""
     lists = list(placement)
     if len(lists) != size:
         raise argument_error("placement", f"a list for each of the group's {size} ranks", f"{len(lists)} lists")
-    experts = [[argument_values.integer(expert, "placement") for expert in owned] for owned in lists]
-    return experts, 1 + max((expert for owned in experts for expert in owned), default=-1)
+    experts = [[argument_values.integer(expert, "placement") for expert in listed] for listed in lists]
+    return experts, 1 + max((expert for listed in experts for expert in listed), default=-1)
 
 
-def _of_layout(layout: _planner.Layout, group: Group) -> tuple[list[int], list[list[int]], int]:
+def _experts_of_layout(layout: _planner.Layout, group: Group) -> tuple[list[int], list[list[int]], int]:
     """Returns the global ranks of a placement by Layout, the experts of each, and the number of experts."""
     if not layout.shape:
         raise argument_error("placement", "a layout with experts in dim 0", f"{layout} without dims")
-    if layout.shape[0] > _MOST_EXPERTS:
-        raise argument_error("placement", f"of at most {_MOST_EXPERTS} experts", f"{layout.shape[0]} in {layout}")
+    if layout.shape[0] > _MAX_EXPERTS:
+        raise argument_error("placement", f"of at most {_MAX_EXPERTS} experts", f"{layout.shape[0]} in {layout}")
     experts = []
     for rank in layout.mesh.ranks:
         first, *others = layout.region(rank)
-        for dim, (held, size) in enumerate(zip(others, layout.shape[1:], strict=True), start=1):
-            if [tuple(interval) for interval in held] != [(0, size)] and size > 0:
+        for dim, (intervals, size) in enumerate(zip(others, layout.shape[1:], strict=True), start=1):
+            if [tuple(interval) for interval in intervals] != [(0, size)] and size > 0:
                 text = f"{layout}, which shards dim {dim}, so rank {rank} holds parts of experts"
                 raise argument_error("placement", "a layout that shards only the first dim", text)
         experts.append([expert for begin, end in first for expert in range(begin, end)])
