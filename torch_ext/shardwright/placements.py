@@ -342,6 +342,7 @@ def _at_least(given: Any, name: str, least: int) -> int:
 
 
 def _integer(given: Any, what: str) -> int:
+    """Returns a value as an int. Raises ValueError, which names the value as `what`."""
     try:
         return operator.index(given)
     except TypeError:

@@ -65,6 +65,7 @@ class Bar:
             sys.stderr.write("\n")
 
     def _amount(self, done: int) -> str:
+        """Returns an amount as text, in the unit of the bar."""
         if self._unit == "B":
             return f"{done / 2**20:,.1f} of {self._total / 2**20:,.1f} MiB"
         return f"{done} of {self._total} {self._unit}s"

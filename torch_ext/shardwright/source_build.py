@@ -109,6 +109,7 @@ def _wait(process: subprocess.Popen[bytes], scratch: Path, num_sources: int) -> 
 
 
 def _compiler() -> str:
+    """Returns the C++ compiler: the first word of CXX in the environment, else c++."""
     return (os.environ.get("CXX", "c++").split() or ["c++"])[0]
 
 
@@ -141,4 +142,5 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _say(line: str) -> None:
+    """Prints a line to stderr."""
     print(f"shardwright: {line}", file=sys.stderr, flush=True)

@@ -122,6 +122,7 @@ def _fits(info: dict[str, Any], torch_version: str, cuda: str | None) -> bool:
 
 
 def _names_of(infos: list[dict[str, Any]]) -> str:
+    """Returns the distinct names of builds, separated by commas."""
     return ", ".join(dict.fromkeys(map(name_of, infos)))
 
 

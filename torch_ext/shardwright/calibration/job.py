@@ -80,6 +80,7 @@ def seconds_of(device: torch.device, call: Callable[[], object], repeats: int = 
 
 
 def _synchronize(device: torch.device) -> None:
+    """Waits until a CUDA device has finished all work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

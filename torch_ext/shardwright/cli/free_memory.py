@@ -11,16 +11,20 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 def available_bytes() -> int | None:
     """Returns the smallest of the amounts that machine, container and process limit leave; None if none is known."""
-    found = [limit for limit in (_of_machine(), _of_container(), _of_process()) if limit is not None]
+    found = [limit for limit in (_machine_bytes(), _container_bytes(), _of_process()) if limit is not None]
     return max(min(found), 0) if found else None
 
 
-def _of_machine() -> int | None:
+def _machine_bytes() -> int | None:
+    """Returns the available memory of the machine in bytes, or None if it is not known."""
     return _field(Path("/proc/meminfo"), "MemAvailable:", 1024)
 
 
-def _of_container() -> int | None:
-    """Reads cgroups, version 2 or 1. Cached file pages count as free."""
+def _container_bytes() -> int | None:
+    """Returns the available memory of the container in bytes, from cgroups of version 2 or 1; None without a limit.
+
+    Cached file pages count as available.
+    """
     for limit, used, cached in (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),

@@ -47,6 +47,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _write(path: Path, data: bytes) -> None:
+    """Writes the trace, compressed if the name ends in .gz. Raises ValueError if that fails."""
     try:
         path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
     except OSError as error:

@@ -84,7 +84,7 @@ def placement_texts(placements: Any) -> list[str]:
 def placement_texts_of(
     mesh: _planner.Mesh, shape: Sequence[int], passed_placements: list[Any], order: dict[int, list[int]], flattened: int
 ) -> tuple[list[str], dict[int, list[int]], int]:
-    """Converts a tensor's placements to texts. Units of a Ragged become sizes, which depend on the cuts before it.
+    """Converts a tensor's placements to texts. The units of a Ragged become sizes, which depend on earlier cuts.
 
     Returns:
         The texts, the shard order, and the number of flattened leading dims. Tensor dims in the texts and the order are
@@ -102,16 +102,16 @@ def placement_texts_of(
     texts = [placement_text(sized.get(d, p)) for d, p in enumerate(read)]
     in_rows = flattened > 1 and bool(with_dims)  # placements without `dims` have indices into `shape`
     if in_rows:
-        order = {_dim_behind(dim, flattened): mesh_dims for dim, mesh_dims in order.items()}
+        order = {_flattened_dim(dim, flattened): mesh_dims for dim, mesh_dims in order.items()}
         texts = [
-            text if d in with_dims else _with_dim_behind(text, flattened, len(shape)) for d, text in enumerate(texts)
+            text if d in with_dims else _with_flattened_dim(text, flattened, len(shape)) for d, text in enumerate(texts)
         ]
     cuts = _Cuts(mesh, shape, texts, order, flattened)
     if len(texts) == mesh.ndim:  # else Layout raises
         cuts.put_ragged_shards_last(passed_placements)
         for dim, mesh_dim in cuts.in_order():
             if mesh_dim in ragged:
-                texts[mesh_dim] = cuts.sized(mesh_dim, dim, ragged[mesh_dim])
+                texts[mesh_dim] = cuts.text_with_sizes(mesh_dim, dim, ragged[mesh_dim])
             elif in_rows and dim == 0:
                 cuts.check_rows(mesh_dim)
     return texts, cuts.order, flattened
@@ -121,12 +121,15 @@ def check_units(layout: _planner.Layout, passed_placements: list[Any]) -> None:
     """Raises ValueError if a part of a layout begins or ends within a unit of one of the given placements."""
     for text, placement in zip(layout.placements, passed_placements):
         unit = getattr(placement, "unit", 1) if placements.is_cut(placement) else 1
-        if unit > 1 and (cut := _cut_in(text)) is not None:
+        if unit > 1 and (cut := _parse_cut(text)) is not None:
             layout.check_blocks_are_whole(cut[1], unit)
 
 
-def _cut_in(text: str) -> tuple[str, int, str] | None:
-    """Returns ("Blocks", 0, ",128") for "Blocks(0,128)"; None for placements that cut no dim."""
+def _parse_cut(text: str) -> tuple[str, int, str] | None:
+    """Returns kind, tensor dim and the rest of a placement text: ("Blocks", 0, ",128") for "Blocks(0,128)".
+
+    Returns None for placements that cut no dim.
+    """
     found = re.fullmatch(r"(?!P\(|Partial|_Norm)(\w+)\((?:dim=)?\s*(-?\d+)(.*)\)", text.strip())
     if found is None:
         return None
@@ -135,16 +138,19 @@ def _cut_in(text: str) -> tuple[str, int, str] | None:
     return found[1], int(found[2]), found[3]
 
 
-def _dim_behind(dim: int, flattened: int) -> int:
-    """Converts a tensor dim of a shard order to its index after the first dims are flattened."""
+def _flattened_dim(dim: int, flattened: int) -> int:
+    """Returns the index that a tensor dim of a shard order has after the first dims are flattened.
+
+    Example: with 2 flattened dims, dims 0, 2 and 3 become 0, 1 and 2.
+    """
     if 0 < dim < flattened:
         raise argument_error("shard_order: tensor dim", f"0 or at least {flattened} next to Ragged with dims", dim)
     return min(dim, max(dim - flattened + 1, 0))
 
 
-def _with_dim_behind(text: str, flattened: int, ndim: int) -> str:
-    """Converts the tensor dim of a placement text to its index after the first dims are flattened."""
-    cut = _cut_in(text)
+def _with_flattened_dim(text: str, flattened: int, ndim: int) -> str:
+    """Returns a placement text whose tensor dim is its index after the first dims are flattened."""
+    cut = _parse_cut(text)
     if cut is None:
         return text
     kind, dim, rest = cut
@@ -166,11 +172,11 @@ class _Cuts:
     ) -> None:
         self.mesh, self.shape, self.texts, self.order, self.flattened = mesh, shape, texts, order, flattened
         self.ndim = len(shape) - flattened + 1
-        found = map(_cut_in, texts)
+        found = map(_parse_cut, texts)
         # The tensor dim that each mesh dim cuts, or None.
         self.dims = [None if cut is None else cut[1] + (self.ndim if cut[1] < 0 else 0) for cut in found]
 
-    def of(self, dim: int) -> list[int]:
+    def mesh_dims_of(self, dim: int) -> list[int]:
         """Returns the mesh dims that cut a tensor dim, first cut first."""
         cutting = [d for d, cut_dim in enumerate(self.dims) if cut_dim == dim]
         ordered = [d for d in self.order.get(dim, ()) if d in cutting]
@@ -178,25 +184,25 @@ class _Cuts:
 
     def in_order(self) -> list[tuple[int, int]]:
         """Returns (tensor dim, mesh dim) of all cuts, each after the earlier cuts of its tensor dim."""
-        return [(dim, d) for dim in range(self.ndim) for d in self.of(dim)]
+        return [(dim, d) for dim in range(self.ndim) for d in self.mesh_dims_of(dim)]
 
     def put_ragged_shards_last(self, passed_placements: list[Any]) -> None:
-        """Orders veScale's ``_StridedRaggedShard`` after the cuts of later mesh dims, as its split factor requires.
+        """Puts veScale's ragged shards last in the shard order, where veScale applies them.
 
-        A RaggedShard that precedes other cuts in the list would be applied first, but veScale applies it last. The
-        shard order must therefore be given.
+        Mesh order would apply them before the cuts of later mesh dims. The split factor of a ``_StridedRaggedShard``
+        tells that it comes last; for a RaggedShard, the shard order must be given. Raises ValueError otherwise.
         """
         for d, placement in enumerate(passed_placements):
             if not placements.is_ragged_shard(placement):
                 continue
-            others = [other for other in self.of(0) if other != d]
+            others = [other for other in self.mesh_dims_of(0) if other != d]
             count = math.prod(self.mesh.shape[other] for other in others if other > d)
             is_strided = hasattr(placement, "split_factor")
             if 0 in self.order:
-                is_clear = not is_strided or self.of(0) == [*others, d]
+                has_this_order = not is_strided or self.mesh_dims_of(0) == [*others, d]
             else:
-                is_clear = getattr(placement, "split_factor", 1) == count
-            if not is_clear:
+                has_this_order = getattr(placement, "split_factor", 1) == count
+            if not has_this_order:
                 names = [self.mesh.dim_names[other] for other in (*others, d)]
                 raise ValueError(
                     f"placements: the placement of mesh dim {names[-1]!r} must be a RaggedShard with a shard_order, or "
@@ -208,13 +214,13 @@ class _Cuts:
 
     def lengths(self, mesh_dim: int, dim: int) -> list[int]:
         """Returns the distinct lengths, ascending, of the parts of a tensor dim that a mesh dim cuts."""
-        before = self.of(dim)[: self.of(dim).index(mesh_dim)]
-        texts = [text if d in before else "R" for d, text in enumerate(self.texts)]
-        parts = _planner.Layout(self.mesh, self.shape, texts, "uint8", {dim: before}, "literal", self.flattened)
-        ranks = self.mesh.group_ranks(self.mesh.ranks[0], before)
+        earlier = self.mesh_dims_of(dim)[: self.mesh_dims_of(dim).index(mesh_dim)]
+        texts = [text if d in earlier else "R" for d, text in enumerate(self.texts)]
+        parts = _planner.Layout(self.mesh, self.shape, texts, "uint8", {dim: earlier}, "literal", self.flattened)
+        ranks = self.mesh.group_ranks(self.mesh.ranks[0], earlier)
         return sorted({parts.local_shape(rank)[dim] for rank in ranks})
 
-    def sized(self, mesh_dim: int, dim: int, ragged: placements.Ragged) -> str:
+    def text_with_sizes(self, mesh_dim: int, dim: int, ragged: placements.Ragged) -> str:
         """Returns the text of a Ragged, with sizes in place of units."""
         if ragged.units is None:
             return self.texts[mesh_dim]
@@ -250,7 +256,7 @@ def integer(given: Any, argument: str) -> int:
 
 
 def _shown(value: Any) -> str:
-    """Returns a value and its type as text for errors, shortened."""
+    """Returns a text with a value, shortened, and its type, for errors."""
     text = ascii(value)
     return f"{text if len(text) <= 80 else text[:80] + '...'} (of type {type(value).__name__})"
 
@@ -261,7 +267,7 @@ def dtype_text(dtype: Any) -> str:
 
 
 def is_device_mesh(mesh: Any) -> bool:
-    """True for torch's DeviceMesh, recognized by its attributes."""
+    """Returns True for torch's DeviceMesh, recognized by its attributes."""
     return hasattr(mesh, "mesh_dim_names") and hasattr(mesh, "device_type")
 
 

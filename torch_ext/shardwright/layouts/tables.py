@@ -57,7 +57,7 @@ def default_gemm_model(device_type: str) -> GemmModel:
 
 
 def notes_default() -> bool:
-    """True if `note_default` would still log."""
+    """Returns True if `note_default` would log: it has not yet, and the logger shows its level."""
     return not _was_noted and _log.isEnabledFor(logging.INFO)
 
 

@@ -94,7 +94,7 @@ class _Recorder(TorchDispatchMode):
             return args[0]
         if func in _COPIES:
             dtype = kwargs.get("dtype") or args[0].dtype
-            return self._made(_Memory(found.name, tuple(args[0].shape), dtype, (found, _strided(args[0]))))
+            return self._made(_Memory(found.name, tuple(args[0].shape), dtype, (found, _strides_of(args[0]))))
         if _is_view(func):
             return func(*args, **kwargs)
         raise ValueError(
@@ -106,9 +106,9 @@ class _Recorder(TorchDispatchMode):
         """Records a copy of `value`, a view of `memory`."""
         if into.numel() == 0:
             return
-        if memory.dtype not in (_root(memory).dtype, into.dtype):
+        if memory.dtype not in (_root_memory(memory).dtype, into.dtype):
             raise ValueError(f"load must cast {memory.name} once, to the parameter's {into.dtype}, got {memory.dtype}")
-        view = _strided(value.expand(into.shape))
+        view = _strides_of(value.expand(into.shape))
         weight, view = _in_weight(memory, view)
         begins, lengths, strides = _box(weight, view, into.stride())
         part = into.detach().as_strided(lengths, strides, into.storage_offset())
@@ -125,14 +125,16 @@ def _is_view(func: Any) -> bool:
 
 
 def _storage_of(tensor: torch.Tensor) -> int:
+    """Returns the address of the tensor's storage object, which identifies its memory."""
     return tensor.untyped_storage()._cdata
 
 
-def _strided(tensor: torch.Tensor) -> _Strided:
+def _strides_of(tensor: torch.Tensor) -> _Strided:
+    """Returns the sizes, strides and offset of a tensor."""
     return _Strided(tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
 
 
-def _root(memory: _Memory) -> _Memory:
+def _root_memory(memory: _Memory) -> _Memory:
     """Returns the memory of the weight."""
     while memory.parent is not None:
         memory = memory.parent[0]
@@ -161,7 +163,7 @@ def _steps(memory: _Memory, view: _Strided) -> list[tuple[int, int]]:
         dim = _dim_of(memory, stride)
         step, left = divmod(stride, math.prod(memory.shape[dim + 1 :]))
         if left or begins[dim] + (size - 1) * step >= memory.shape[dim]:
-            raise _unsupported(memory.name, "reshapes a copy of it")
+            raise _unsupported_error(memory.name, "reshapes a copy of it")
         found.append((dim, step))
     return found
 
@@ -171,7 +173,7 @@ def _dim_of(memory: _Memory, stride: int) -> int:
     for dim, size in enumerate(memory.shape):
         if size > 1 and 0 < math.prod(memory.shape[dim + 1 :]) <= stride:
             return dim
-    raise _unsupported(memory.name, "repeats its elements")
+    raise _unsupported_error(memory.name, "repeats its elements")
 
 
 def _coordinate(shape: Sequence[int], offset: int) -> list[int]:
@@ -201,10 +203,10 @@ def _box(weight: _Memory, view: _Strided, into: Sequence[int]) -> tuple[list[int
         while size > 1:
             dim = _dim_of(weight, stride)
             if stride != math.prod(weight.shape[dim + 1 :]) or lengths[dim] > 1:
-                raise _unsupported(weight.name, "writes elements that are not adjacent in it")
+                raise _unsupported_error(weight.name, "writes elements that are not adjacent in it")
             length = min(size, weight.shape[dim] - begins[dim])
             if size % length or (length < size and begins[dim]):
-                raise _unsupported(weight.name, "writes a part of it that is no box")
+                raise _unsupported_error(weight.name, "writes a part of it that is no box")
             lengths[dim], strides[dim] = length, to
             stride, size, to = stride * length, size // length, to * length
     return begins, lengths, strides
@@ -218,12 +220,12 @@ def _merged(name: str, writes: Sequence[Write]) -> Write:
         a, b = first.into, other.into
         dims = [d for d, (x, y) in enumerate(zip(first.region, other.region)) if x != y]
         if len(dims) != 1 or _storage_of(a) != _storage_of(b):
-            raise _unsupported(name, "writes it to several places")
+            raise _unsupported_error(name, "writes it to several places")
         (dim,) = dims
         step = _stride(a, b, dim)
         same = all(a.stride(d) == b.stride(d) for d in range(a.ndim) if d != dim or min(a.shape[d], b.shape[d]) > 1)
         if not same or b.storage_offset() != a.storage_offset() + a.shape[dim] * step:
-            raise _unsupported(name, "writes it to several places")
+            raise _unsupported_error(name, "writes it to several places")
         sizes, strides = list(a.shape), list(a.stride())
         sizes[dim], strides[dim] = a.shape[dim] + b.shape[dim], step
         region = list(first.region)
@@ -249,5 +251,6 @@ def _joined(intervals: Intervals) -> Intervals:
     return tuple(found)
 
 
-def _unsupported(name: str, what: str) -> ValueError:
+def _unsupported_error(name: str, what: str) -> ValueError:
+    """Returns the error about a loader that does something else than to write one box."""
     return argument_error("load", f"a loader that writes one box of {name} on each rank", f"one that {what}")

@@ -25,6 +25,8 @@ _ITEMS = "a list of (DTensor, placements) or (DTensor, placements, mesh)"
 
 
 class _Item(NamedTuple):
+    """A DTensor to redistribute."""
+
     x: DTensor
     source: DTensorSpec  # of x, as all ranks know it
     target: DTensorSpec  # of the result
@@ -57,13 +59,13 @@ def _item(i: int, entry: Any) -> _Item:
 
 
 def _move(items: Sequence[_Item], options: Mapping[str, Any]) -> list[DTensor]:
-    """Moves the items in one batch for each set of ranks on the two meshes of an item. Differentiable."""
+    """Moves items together whose two meshes have the same ranks. Returns the results in order. Differentiable."""
     batches: dict[tuple[int, ...], list[int]] = {}
     for i, item in enumerate(items):
         batches.setdefault(_ranks(item.source.mesh, item.target.mesh), []).append(i)
     results: dict[int, DTensor] = {}
-    for ranks, numbers in batches.items():
-        batch = [items[i] for i in numbers]
+    for ranks, indices in batches.items():
+        batch = [items[i] for i in indices]
         tracked = [i for i, (x, _, _) in enumerate(batch) if x.requires_grad] if torch.is_grad_enabled() else []
         moved: list[DTensor] = []
         if tracked:
@@ -73,8 +75,8 @@ def _move(items: Sequence[_Item], options: Mapping[str, Any]) -> list[DTensor]:
                 moved[i] = output
         else:
             with torch.no_grad():  # the local tensor of a DTensor may require gradients that the DTensor does not
-                moved = _moved(batch, ranks, tracked, options)
-        results.update(zip(numbers, moved, strict=True))
+                moved = _results_of(batch, ranks, tracked, options)
+        results.update(zip(indices, moved, strict=True))
     return [results[i] for i in range(len(items))]
 
 
@@ -99,7 +101,7 @@ class _RedistributeMany(torch.autograd.Function):
     ) -> tuple[DTensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.specs, ctx.options = [batch[i][1:] for i in tracked], options
-        moved += _moved(batch, ranks, tracked, options)
+        moved += _results_of(batch, ranks, tracked, options)
         return tuple(moved[i] for i in tracked)
 
     @staticmethod
@@ -115,18 +117,18 @@ def _gradient_item(gradient: DTensor | None, source: DTensorSpec, target: DTenso
     """
     assert source.tensor_meta is not None
     dtype = source.tensor_meta.dtype
-    gradient, here, there = crossing.gradient_move(gradient, source, target, dtype, False, None, True)
-    if here.mesh == there.mesh:
-        pairs = zip(source.placements, here.placements, there.placements, strict=True)
+    gradient, source_spec, target_spec = crossing.gradient_move(gradient, source, target, dtype, False, None, True)
+    if source_spec.mesh == target_spec.mesh:
+        pairs = zip(source.placements, source_spec.placements, target_spec.placements, strict=True)
         placements = tuple(old if old.is_partial() and old == now else new for old, now, new in pairs)
-        there = crossing.with_dtype(there, dtype, placements)
-    return _Item(gradient, here, there)
+        target_spec = crossing.with_dtype(target_spec, dtype, placements)
+    return _Item(gradient, source_spec, target_spec)
 
 
-def _moved(
+def _results_of(
     batch: Sequence[_Item], ranks: tuple[int, ...], tracked: Sequence[int], options: Mapping[str, Any]
 ) -> list[DTensor]:
-    """Returns the results, without gradients."""
+    """Moves a batch whose meshes have `ranks`. Returns the results, without gradients."""
     locals_ = [x._local_tensor for x, _, _ in batch]
     if dist.get_rank() in ranks:
         locals_ = _parts(batch, ranks, tracked, options)
@@ -136,7 +138,7 @@ def _moved(
 def _parts(
     batch: Sequence[_Item], ranks: tuple[int, ...], tracked: Sequence[int], options: Mapping[str, Any]
 ) -> list[torch.Tensor]:
-    """Returns this rank's parts of the results."""
+    """Moves a batch. Returns this rank's local tensors of the results."""
     mesh = batch[0].source.mesh
     results: dict[int, torch.Tensor] = {}
     parts: dict[int, tuple[torch.Tensor | None, Layout, Layout]] = {}
@@ -161,12 +163,12 @@ def _parts(
 
 def _layout(spec: DTensorSpec, ranks: tuple[int, ...]) -> Layout:
     """Returns the layout of a spec without masks. Its mesh has the indices of its ranks in `ranks`."""
-    return _layout_in(masks.without_masks(spec) if any(map(masks.is_masked, spec.placements)) else spec, ranks)
+    return _cached_layout(masks.without_masks(spec) if any(map(masks.is_masked, spec.placements)) else spec, ranks)
 
 
 @executables.cached
-def _layout_in(spec: DTensorSpec, ranks: tuple[int, ...]) -> Layout:
-    """`_layout` of a spec without masks, from a cache."""
+def _cached_layout(spec: DTensorSpec, ranks: tuple[int, ...]) -> Layout:
+    """Does the work of `_layout` for a spec without masks, from a cache."""
     assert spec.tensor_meta is not None
     mesh = Mesh(spec.mesh)
     inner = Mesh(dict(zip(mesh.dim_names, mesh.shape, strict=True)), [bisect_left(ranks, rank) for rank in mesh.ranks])

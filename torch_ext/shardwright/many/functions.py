@@ -97,5 +97,5 @@ def redistribute_many(
 
 
 def _first(item: Any) -> Any:
-    """Returns the tensor of an item; None for anything else, which is refused when items are read."""
+    """Returns the first value of an item, or None for an invalid item, which a later check reports."""
     return item[0] if isinstance(item, list | tuple) and item else None

@@ -63,6 +63,7 @@ def _rounds(first: int, last: int) -> str:
 
 
 def _bytes(count: int) -> str:
+    """Returns a number of bytes as text, with a unit."""
     value, unit = float(count), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if value < 10240:

@@ -169,6 +169,7 @@ def _numbered(argument: str, value: Any) -> str:
 
 
 def _integer(argument: str, value: Any) -> int:
+    """Returns the argument as an int. Raises ValueError for other types."""
     return argument_values.integer(value, argument)
 
 

@@ -28,7 +28,7 @@ def _dim_of(dim: int, ndim: int) -> int | None:
     return dim + ndim if -ndim <= dim < 0 else dim if 0 <= dim < ndim else None
 
 
-def _put(tensors: Tensors, name: str, mapped: Mapped, rule: Rule, problems: list[str]) -> None:
+def _add(tensors: Tensors, name: str, mapped: Mapped, rule: Rule, problems: list[str]) -> None:
     """Adds a tensor, or adds its pieces to the tensor with this name. Coverage later reports elements in both."""
     other = tensors.get(name)
     if other is None:
@@ -44,7 +44,7 @@ def _spec(mapped: Mapped) -> str:
     return f"{mapped.dtype} of shape {mapped.shape}"
 
 
-def _sets(
+def _name_sets(
     sets: Sequence[str], tensors: Tensors, rule: Rule, problems: list[str]
 ) -> Iterator[tuple[Captured, list[str]]]:
     """Yields (texts of the wildcards, names) for each set of names that match the patterns `sets` with the same texts.
@@ -83,6 +83,8 @@ def _chunks(sizes: Sequence[int], groups: int) -> Iterator[tuple[int, int, int, 
 
 @dataclasses.dataclass(frozen=True)
 class Fuse(Rule):
+    """The rule of `fuse`."""
+
     name: str
     parts: tuple[str, ...]
     dim: int
@@ -93,14 +95,14 @@ class Fuse(Rule):
 
     def apply(self, tensors: Tensors, problems: list[str]) -> None:
         fused_tensors = []
-        for captured, names in list(_sets(self.parts, tensors, self, problems)):
+        for captured, names in list(_name_sets(self.parts, tensors, self, problems)):
             fused = self._fused(names, tensors, problems)
             if fused is not None:
                 fused_tensors.append((patterns.put(self.name, captured), fused))
             for name in set(names):
                 del tensors[name]
         for name, mapped in fused_tensors:
-            _put(tensors, name, mapped, self, problems)
+            _add(tensors, name, mapped, self, problems)
 
     def _fused(self, names: list[str], tensors: Tensors, problems: list[str]) -> Mapped | None:
         """Returns the concatenation of the tensors with these names, or None after reporting why there is none."""
@@ -111,14 +113,14 @@ class Fuse(Rule):
             problems.append(f"{self}: {names[0]} of shape {first.shape} has no dim {self.dim}")
             return None
         sizes = [part.shape[dim] for part in parts]
-        refusal = ""
+        reason = ""
         if len({(*part.shape[:dim], *part.shape[dim + 1 :], part.dtype) for part in parts}) > 1:
-            refusal = f"parts must have one dtype and differ in dim {dim} only"
+            reason = f"parts must have one dtype and differ in dim {dim} only"
         elif any(size % self.groups for size in sizes):
-            refusal = f"dim {dim} of every part must be a multiple of {self.groups} groups"
-        if refusal:
+            reason = f"dim {dim} of every part must be a multiple of {self.groups} groups"
+        if reason:
             given = ", ".join(f"{name} ({_spec(part)})" for name, part in zip(names, parts))
-            problems.append(f"{self}: {refusal}, got {given}")
+            problems.append(f"{self}: {reason}, got {given}")
             return None
         pieces = []
         for part, begin, at, length in _chunks(sizes, self.groups):
@@ -129,6 +131,8 @@ class Fuse(Rule):
 
 @dataclasses.dataclass(frozen=True)
 class Split(Rule):
+    """The rule of `split`."""
+
     name: str
     parts: tuple[str, ...]
     dim: int
@@ -142,7 +146,7 @@ class Split(Rule):
         for captured, name in _matching(self.name, tensors, self, problems).items():
             full = tensors.pop(name)
             for pattern, mapped in zip(self.parts, self._cut(name, full, problems)):
-                _put(tensors, patterns.put(pattern, captured), mapped, self, problems)
+                _add(tensors, patterns.put(pattern, captured), mapped, self, problems)
 
     def _cut(self, name: str, full: Mapped, problems: list[str]) -> list[Mapped]:
         """Returns the parts of a tensor, or no parts after reporting why it cannot be cut."""
@@ -168,6 +172,8 @@ class Split(Rule):
 
 @dataclasses.dataclass(frozen=True)
 class Transpose(Rule):
+    """The rule of `transpose`."""
+
     names: str
     dims: tuple[int, ...]
 
@@ -192,6 +198,8 @@ class Transpose(Rule):
 
 @dataclasses.dataclass(frozen=True)
 class Stack(Rule):
+    """The rule of `stack`."""
+
     names: str
     into: str
     dim: int
@@ -210,7 +218,7 @@ class Stack(Rule):
             parts = {index: tensors.pop(name) for index, name in names.items()}
             stacked = self._stacked(names, parts, problems)
             if stacked is not None:
-                _put(tensors, patterns.put(self.into, rest), stacked, self, problems)
+                _add(tensors, patterns.put(self.into, rest), stacked, self, problems)
 
     def _stacked(self, names: dict[int, str], parts: dict[int, Mapped], problems: list[str]) -> Mapped | None:
         """Returns the stacked tensor, or None after reporting why there is none.
@@ -239,6 +247,8 @@ class Stack(Rule):
 
 @dataclasses.dataclass(frozen=True)
 class Unstack(Rule):
+    """The rule of `unstack`."""
+
     names: str
     into: str
     dim: int
@@ -259,7 +269,7 @@ class Unstack(Rule):
             for index, pieces in enumerate(_slices(full, dim)):
                 mapped = Mapped(shape, full.dtype, tuple(piece.with_dims(new_dim) for piece in pieces))
                 numbered = (*captured[:index_at], str(index), *captured[index_at:])
-                _put(tensors, patterns.put(self.into, numbered), mapped, self, problems)
+                _add(tensors, patterns.put(self.into, numbered), mapped, self, problems)
 
 
 def _slices(full: Mapped, dim: int) -> list[list[Piece]]:
@@ -276,6 +286,8 @@ def _slices(full: Mapped, dim: int) -> list[list[Piece]]:
 
 @dataclasses.dataclass(frozen=True)
 class Rename(Rule):
+    """The rule of `rename` with patterns. `pairs` are (old pattern, new pattern)."""
+
     pairs: tuple[tuple[str, str], ...]
 
     def __str__(self) -> str:
@@ -294,6 +306,8 @@ class Rename(Rule):
 
 @dataclasses.dataclass(frozen=True)
 class RenameBy(Rule):
+    """The rule of `rename` with a function from an old name to the new one."""
+
     function: Callable[[str], str]
 
     def __str__(self) -> str:
@@ -315,11 +329,13 @@ def _rename_all(tensors: Tensors, new_name: dict[str, str], rule: Rule, problems
     before = list(tensors.items())
     tensors.clear()
     for name, mapped in before:
-        _put(tensors, new_name.get(name, name), mapped, rule, problems)
+        _add(tensors, new_name.get(name, name), mapped, rule, problems)
 
 
 @dataclasses.dataclass(frozen=True)
 class Cast(Rule):
+    """The rule of `cast`."""
+
     dtype: str
     names: tuple[str, ...] | None
 

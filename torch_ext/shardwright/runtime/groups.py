@@ -98,6 +98,7 @@ group_gone_hooks: list[Callable[[], None]] = []
 
 
 def _call_all(functions: list[Callable[[], None]]) -> None:
+    """Calls all functions, in order."""
     for function in functions:
         function()
 

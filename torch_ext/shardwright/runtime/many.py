@@ -53,6 +53,7 @@ class ManyHandle:
         return result
 
     def is_done(self) -> bool:
+        """Returns True if all tensors have arrived. Does not wait."""
         return self._pending is None or self._pending.is_done()
 
 
