@@ -18,8 +18,8 @@ void check_side(const std::vector<Window>& windows, const std::vector<int64_t>& 
   std::vector<int> num_axes(shape.size(), 0);  // by dim
   for (const Window& window : windows) {
     if (window.tensor_dim == Window::kNoDim) {
-      check_user(window.begin == 0 && window.length == 1, argument, ": range of an axis without a ", side,
-                 " dim must be [0, 1), got [", window.begin, ", ", window.begin + window.length, ")");
+      check_user(window.begin == 0 && window.length == 1, argument, ": begin and length of an axis without a ", side,
+                 " dim must be 0 and 1, got ", window.begin, " and ", window.length);
       continue;
     }
     const auto ndim = static_cast<int>(shape.size());

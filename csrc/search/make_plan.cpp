@@ -32,13 +32,13 @@ struct PartialWork {
 };
 
 // Throws UserError if the layouts differ in shape or dtype.
-void check_same_tensor(const Layout& src, const Layout& dst) {
+void check_same_tensor(const Layout& src, const Layout& dst, const char* argument) {
   if (src.tensor_shape() != dst.tensor_shape()) {
-    throw UserError(concat("destination must have the shape of the source, (", join(src.tensor_shape()), "), got (",
+    throw UserError(concat(argument, " must have the shape of the source, (", join(src.tensor_shape()), "), got (",
                            join(dst.tensor_shape()), ")"));
   }
   if (!(src.dtype() == dst.dtype())) {
-    throw UserError(concat("destination must have the dtype of the source, ", src.dtype().name(), ", got ",
+    throw UserError(concat(argument, " must have the dtype of the source, ", src.dtype().name(), ", got ",
                            dst.dtype().name(), "; cast before or after"));
   }
 }
@@ -136,7 +136,7 @@ bool only_reduces(const Layout& from, const Layout& to) {
 
 // Returns a plan without steps. Throws UserError if the arguments of a plan are invalid.
 Plan empty_plan(const Layout& src, const Layout& dst, const PlanOptions& options) {
-  check_same_tensor(src, dst);
+  check_same_tensor(src, dst, "destination");
   check_user(src.mesh() == dst.mesh() || options.groups.empty(), "groups must not be given between two meshes, got ",
              options.groups.size(), " sets of mesh dims for ", src, " -> ", dst, "; leave groups out");
   Topology topology = options.topology ? *options.topology : Topology::named(options.lowering.default_topology);
@@ -159,14 +159,14 @@ bool is_ordered(const std::string& reduce, const Layout& src) {
 }
 
 Plan plan_through(const std::vector<Layout>& layouts, const PlanOptions& options) {
-  check_argument(layouts.size() >= 2, "through", "a list of at least two layouts", layouts.size());
+  check_argument(layouts.size() >= 2, "layouts", "a list of at least two layouts", layouts.size());
   Plan plan = empty_plan(layouts.front(), layouts.back(), options);
   int64_t crossings = 0;
   for (size_t i = 0; i + 1 < layouts.size(); ++i) crossings += layouts[i].mesh() == layouts[i + 1].mesh() ? 0 : 1;
   check_user(crossings == (crosses(plan) ? 1 : 0), "through: number of mesh changes must be ", crosses(plan) ? 1 : 0,
              ", got ", crossings, "; list layouts on the source's mesh first, then those on the destination's");
   for (size_t i = 0; i + 1 < layouts.size(); ++i) {
-    check_same_tensor(layouts[i], layouts[i + 1]);
+    check_same_tensor(layouts.front(), layouts[i + 1], "through");
     any_partial_work(layouts[i], layouts[i + 1]);  // throws for P(sum) to P(max), where no data would move
     if (needs_rearrangement(layouts[i], layouts[i + 1]) && !only_reduces(layouts[i], layouts[i + 1])) {
       const Plan part = make_plan(layouts[i], layouts[i + 1], options);
