@@ -145,16 +145,16 @@ void RankClasses::add_tensor_dim(int64_t n, std::span<const Cut> before, std::sp
       std::mismatch(before.begin(), before.end(), after.begin(), after.end()).first - before.begin());
   std::vector<IntervalList> shapes(1);
   append(shapes[0], {0, n});
-  add_cuts(shapes, before.first(common));
+  split_by_shape(shapes, before.first(common));
   if (common < before.size() && common < after.size()) {
     return split_all(dims_of(before.subspan(common)) | dims_of(after.subspan(common)));
   }
-  add_cuts(shapes, (common < before.size() ? before : after).subspan(common));
+  split_by_shape(shapes, (common < before.size() ? before : after).subspan(common));
 }
 
 // Follows the distinct shapes of parts from cut to cut. Once there are too many shapes or pieces, every coordinate on
 // the mesh dims of the remaining cuts becomes a range of its own.
-void RankClasses::add_cuts(std::vector<IntervalList>& shapes, std::span<const Cut> cuts) {
+void RankClasses::split_by_shape(std::vector<IntervalList>& shapes, std::span<const Cut> cuts) {
   for (size_t i = 0; i < cuts.size(); ++i) {
     const CutRule& rule = cuts[i].rule;
     const int64_t k = mesh_.dim_size(cuts[i].mesh_dim);

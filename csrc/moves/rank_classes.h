@@ -116,9 +116,11 @@ class RankClasses {
  private:
   // Separates ranks that hold or exchange different amounts of one tensor dim, which has n elements.
   void add_tensor_dim(int64_t n, std::span<const Cut> before, std::span<const Cut> after);
-  // Splits by the shapes of parts (their lengths and gaps). Replaces the shapes of the parents by the shapes of the
-  // parts.
-  void add_cuts(std::vector<IntervalList>& shapes, std::span<const Cut> cuts);
+  // Begins a range of a mesh dim of `cuts` wherever the *shape* of the parts changes: the list of their indices, moved
+  // to begin at 0. `shapes` has the different shapes that the cuts divide; it is replaced by those of the resulting
+  // parts. Example: a cut of [0, 10) into chunks over a=4 makes parts of 3, 3, 3 and 1 indices. Ranges begin at 0 and
+  // 3, and the shapes become [0, 3) and [0, 1).
+  void split_by_shape(std::vector<IntervalList>& shapes, std::span<const Cut> cuts);
   // Begins a range of a mesh dim at this coordinate.
   void split_at(int mesh_dim, int64_t coordinate);
   // Returns the ranks at all combinations of these coordinates, by mesh dim. A weight is right if these are the starts
