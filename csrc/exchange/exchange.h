@@ -47,8 +47,7 @@ namespace shardwright {
 enum class Direction : uint8_t { kSend, kReceive };
 
 // Returns the part of a message's range that is sent in round `round` of `rounds`. The lengths of parts differ by at
-// most
-// 1. Example: rounds 0, 1 and 2 of 3 send [0, 2), [2, 5) and [5, 8) of [0, 8).
+// most 1. Example: rounds 0, 1 and 2 of 3 send [0, 2), [2, 5) and [5, 8) of [0, 8).
 Interval in_round(Interval range, int64_t round, int64_t rounds);
 
 class Exchange {

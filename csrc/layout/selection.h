@@ -5,12 +5,12 @@
 // Example: 12 rows, of which the sender has rows 0 to 5 and the receiver the odd ones.
 //
 //   const Selection rows(sender, receiver);
-//   rows.count()                                     3: rows 1, 3 and 5
-//   rows.boxes(CopySide::local(), CopySide::packed())      one box: 3 elements, from 1, 3, 5 of the sender to 0, 1, 2
-//   rows.boxes(CopySide::packed(), CopySide::local())      one box: 3 elements, from 0, 1, 2 to 0, 1, 2 of the receiver
-//   rows.contiguous_in_sender()                      -1: there are gaps
-//   rows.contiguous_in_receiver()                    0: one run from offset 0 on
-//   rows.slice(1, 3)                                 rows 3 and 5
+//   rows.count()                                        3: rows 1, 3 and 5
+//   rows.boxes(CopySide::local(), CopySide::packed())   one box: 3 elements, from 1, 3, 5 of the sender to 0, 1, 2
+//   rows.boxes(CopySide::packed(), CopySide::local())   one box: 3 elements, from 0, 1, 2 to 0, 1, 2 of the receiver
+//   rows.contiguous_in_sender()                         -1: there are gaps
+//   rows.contiguous_in_receiver()                       0: one run from offset 0 on
+//   rows.slice(1, 3)                                    rows 3 and 5
 #pragma once
 
 #include <cstdint>

@@ -26,10 +26,9 @@ int64_t num_collectives(StepOp op, int64_t group_size, bool native);
 // this rank keeps `num_kept` elements. In an all-reduce, `index` is its place among the k ranks, by ascending rank.
 //
 // Example: 10 elements of 4 bytes over 4 ranks.
-//   native all-reduce       each rank receives and sends 2 x 40 x 3/4 = 60 bytes in 6 messages: a ring
-//   composed all-reduce     chunks of 3, 3, 3 and 1 elements. Rank 0 receives 3 contributions to its chunk, then 3
-//   other
-//                           chunks: 3 x 3 + 7 = 16 elements in 6 messages. Rank 3 receives 3 x 1 + 9 = 12 elements
+//   native all-reduce     each rank receives and sends 2 x 40 x 3/4 = 60 bytes in 6 messages: a ring
+//   composed all-reduce   chunks of 3, 3, 3 and 1 elements. Rank 0 receives 3 contributions to its chunk, then 3 other
+//                         chunks: 3 x 3 + 7 = 16 elements in 6 messages. Rank 3 receives 3 x 1 + 9 = 12 elements
 Traffic reduce_scatter_traffic(int64_t num_held, int64_t num_kept, int64_t k, int64_t item_bytes);
 Traffic all_reduce_traffic(int64_t num_held, int64_t k, int64_t index, int64_t item_bytes, bool native);
 
