@@ -38,6 +38,7 @@ Traffic RegularCounts::traffic(int64_t position) const {
 // A rank needs the same number of elements from each source. Each takes one message per round, but at most one per
 // element.
 Traffic RegularCounts::traffic_with(int64_t own, bool sends) const {
+  if (message_elements_ == 0) return {};  // the tensor is empty
   const int64_t messages_each = std::min(rounds_, message_elements_);
   const int64_t itself = own > 0 ? 1 : 0;  // a rank is one of its sources if it keeps elements
   Traffic traffic{(needed_elements_ - own) * item_bytes_, 0, (sources_ - itself) * messages_each, 0};
