@@ -17,8 +17,9 @@ namespace shardwright {
 // The elements of a group of dims that each rank holds, as indices into the flattened group.
 struct Holdings {
   const Mesh& mesh;
-  std::vector<int> mesh_dims;       // the mesh dims that cut the group
-  std::vector<int64_t> positions;   // one per combination of coordinates on mesh_dims, row-major; the rest are 0
+  std::vector<int> mesh_dims;  // the mesh dims that cut the group
+  // One position per combination of coordinates on mesh_dims, row-major. Coordinates on other mesh dims are 0.
+  std::vector<int64_t> positions;
   std::vector<IntervalList> lists;  // the elements of the rank at each of these positions
 };
 
@@ -39,6 +40,11 @@ struct NoFit {
 // why there are none. Tries all assignments of mesh dims to dims, all orders of the mesh dims that cut one dim, and all
 // rules (layout/cut_rule.h), chunks and strided rules first. A rule that is no partition is found only if it is the
 // only cut of its dim.
+//
+// Example: dims (5, 4) on a=2, the first cut into chunks. Rank 0 holds the elements [0, 12) and rank 1 [12, 20).
+//   dims (20)      a cuts the dim into blocks of 4
+//   dims (5, 4)    a cuts the first dim into chunks
+//   dims (2, 10)   no cuts: [0, 12) is row 0 and two elements of row 1, which is no product of parts of the dims
 std::variant<std::vector<std::vector<Cut>>, NoFit> fitting_cuts(const Holdings& holdings,
                                                                 const std::vector<int64_t>& dims);
 
