@@ -99,7 +99,12 @@ def native() -> Any:
 
 @functools.cache
 def load() -> Any:
-    """Registers the device with torch and shardwright, and returns the extension."""
+    """Registers the device with torch and shardwright, and returns the extension.
+
+    Hides GPUs from this process, so it must come before the first query of them. If torch sees a GPU, it allocates
+    pinned memory with CUDA, whatever the accelerator is, and every autograd thread makes a GPU its current device.
+    """
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     module = native()
     torch.utils.rename_privateuse1_backend(DEVICE)
     torch._register_device_module(DEVICE, _device_module(module))
