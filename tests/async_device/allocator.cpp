@@ -34,6 +34,7 @@ class CachingAllocator final : public c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     if (bytes == 0) return {nullptr, device()};
     const c10::Stream stream = current_stream();
+    check_allowed(stream.device());
     const Graph* graph = capturing_graph(stream);
     if (graph == nullptr) forbid_in_capture("allocating on a stream that is not in the capture");
     const size_t rounded = (bytes + kUnit - 1) / kUnit * kUnit;

@@ -174,6 +174,7 @@ std::atomic<int64_t> num_works{0};
 std::atomic<int64_t> num_events{0};
 std::atomic<int64_t> num_waits{0};
 std::atomic<int64_t> launches_until_refusal{0};  // 0: refuses none
+std::atomic<int> forbidden{-1};                  // index of a device that must not be used
 
 thread_local int relaxed = 0;
 
@@ -226,11 +227,19 @@ c10::Stream stream_from_pool(bool is_high_priority) {
 
 Counts counts() { return {num_works, num_events, num_waits}; }
 
+void forbid_device(c10::DeviceIndex index) { forbidden = index; }
+
+void check_allowed(c10::Device of) {
+  TORCH_CHECK(of.index() != forbidden, "async_device: device ", static_cast<int>(of.index()), " is used, and ",
+              "all tensors of this test are on another one");
+}
+
 void refuse_launch(int64_t number) { launches_until_refusal = number; }
 
 int64_t launches_before_refusal() { return launches_until_refusal; }
 
 void launch(c10::Stream stream, Work work) {
+  check_allowed(stream.device());
   if (launches_until_refusal > 0) TORCH_CHECK(--launches_until_refusal > 0, "async_device: a launch was refused");
   enqueue(stream, std::move(work));
 }

@@ -90,6 +90,11 @@ struct Counts {
 };
 Counts counts();
 
+// Makes launches, operations of process groups and allocations on this device throw c10::Error; -1 allows them again.
+// For tests whose tensors are all on the other device.
+void forbid_device(c10::DeviceIndex index);
+void check_allowed(c10::Device of);
+
 // ---- events
 
 struct Mark;  // one recording of an event

@@ -30,6 +30,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     const Counts all = counts();
     return py::dict(py::arg("works") = all.works, py::arg("events") = all.events, py::arg("waits") = all.waits);
   });
+  m.def("forbid_device", [](int index) { forbid_device(static_cast<c10::DeviceIndex>(index)); }, py::arg("index"));
   m.def("refuse_unknown_memory", &refuse_unknown_memory, py::arg("refuses"));
   m.def("empty_cache", &empty_cache, without_gil);
   m.def("forget_failure", &forget_failure);

@@ -5,6 +5,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <algorithm>
+#include <atomic>
 #include <mutex>
 #include <utility>
 
@@ -22,6 +23,13 @@ std::map<std::string, int64_t>& all_counters() {
 void count(const std::string& name, int64_t by = 1) {
   const std::lock_guard<std::mutex> lock(counters_mutex);
   all_counters()[name] += by;
+}
+
+std::vector<int> launched_groups;  // under counters_mutex
+
+int next_number() {
+  static std::atomic<int> next{0};
+  return next++;
 }
 
 GlooMaker& gloo_maker() {
@@ -116,6 +124,11 @@ void reset_counters() {
   std::erase_if(all_counters(), [](const auto& item) { return item.first != "communicators"; });
 }
 
+std::vector<int> take_launched_groups() {
+  const std::lock_guard<std::mutex> lock(counters_mutex);
+  return std::exchange(launched_groups, {});
+}
+
 // ------------------------------------------------------------------------------------------- making and ending groups
 
 StrictGroup::StrictGroup(StorePtr store, Place place, Milliseconds timeout, Rules rules)
@@ -123,6 +136,7 @@ StrictGroup::StrictGroup(StorePtr store, Place place, Milliseconds timeout, Rule
       store_(std::move(store)),
       place_(std::move(place)),
       rules_(rules),
+      number_(next_number()),
       timeout_(timeout) {}
 
 StrictGroup::~StrictGroup() {
@@ -240,6 +254,7 @@ c10::Stream StrictGroup::stream_for(bool is_async) {
 WorkPtr StrictGroup::launch(const std::vector<c10::Stream>& streams, const std::string& what, Body body, Tensors kept,
                             bool is_async, bool blocks_host) {
   const c10::Stream stream = streams.front();
+  check_allowed(stream.device());
   for (const c10::Stream& other : streams) {
     if (other == stream) continue;
     Event given;
@@ -248,6 +263,10 @@ WorkPtr StrictGroup::launch(const std::vector<c10::Stream>& streams, const std::
   }
   // The ticket and the place on the stream are taken together, because several threads may launch.
   const std::lock_guard<std::mutex> lock(launching_);
+  {
+    const std::lock_guard<std::mutex> lock_of_groups(counters_mutex);
+    launched_groups.push_back(number_);
+  }
   auto give = [stream, communicator = communicator_, what, body = std::move(body)] {
     enqueue_at_launch(stream, [communicator, what, body] {
       const uint64_t ticket = communicator->take_ticket();

@@ -59,6 +59,10 @@ void refuse_message(int64_t number);
 // Returns the number of batches that hold the calling thread.
 int64_t open_groups_of_thread();
 
+// The groups of the operations that this process has launched, in order, since the last call. A group is a number in
+// the order in which the process made its groups.
+std::vector<int> take_launched_groups();
+
 class StrictGroup final : public c10d::Backend {
  public:
   StrictGroup(StorePtr store, Place place, Milliseconds timeout, Rules rules);
@@ -139,6 +143,7 @@ class StrictGroup final : public c10d::Backend {
   const StorePtr store_;
   const Place place_;
   const Rules rules_;
+  const int number_;  // in the order in which the process made its groups
   Milliseconds timeout_;
   std::string unusable_;  // the reason; empty while the group is usable
   std::shared_ptr<Communicator> communicator_;

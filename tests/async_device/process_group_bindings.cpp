@@ -50,6 +50,7 @@ void bind_process_group(py::module_& m) {
   m.def("lose_flag", &lose_flag, py::arg("number"));
   m.def("set_gloo_maker", &set_gloo_maker);
   m.def("process_group_counters", &counters);
+  m.def("take_launched_groups", &take_launched_groups);
   // Returns the functions of shardwright's OpenGroupsQuery.
   m.def("open_groups_query_address", [] { return reinterpret_cast<uintptr_t>(&open_groups_of_thread); });
   m.def("refuse_message", &refuse_message, py::arg("number"));
