@@ -51,7 +51,9 @@ def get_mesh(
     chosen = tuple(subsets(kept) if flatten == "all" else map(tuple, flatten))
     key = (shape, kept, chosen)
     if key not in _cache:
-        root = DeviceMesh(device, torch.arange(math.prod(shape)).reshape(shape), mesh_dim_names=names)
+        root = DeviceMesh(
+            torch.device(device).type, torch.arange(math.prod(shape)).reshape(shape), mesh_dim_names=names
+        )
         flattened = [root[dims]._flatten("_".join(dims)) for dims in chosen]
         for group in [] if device != "cpu" else [*root.get_all_groups(), *(mesh.get_group() for mesh in flattened)]:
             # DeviceMesh gives its groups 30 minutes regardless of the default group; strict groups never take longer.

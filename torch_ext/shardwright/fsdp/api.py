@@ -101,8 +101,8 @@ def fully_shard(
             and messages have param_dtype. Gradients are reduced in reduce_dtype.
         offload_policy: torch's ``CPUOffloadPolicy``: parameters, gradients and so optimizer states are in host memory,
             pinned unless the policy has pin_memory=False. A gather begins with a copy to the device and a reduction
-            ends with a copy to the host, on separate streams. Parameters may be given on the host; `mesh` names the
-            device. On CPU the policy changes nothing. ``OffloadPolicy()``, the default, offloads nothing.
+            ends with a copy to the host, on separate streams. Parameters may be given on the host; the device is then
+            the current one. On CPU the policy changes nothing. ``OffloadPolicy()``, the default, offloads nothing.
         ignored_params: parameters to leave unsharded. Their gradients are not reduced.
         dp_mesh_dims: the data-parallel dims of `mesh`, for parameters that are DTensors on all of `mesh`, or plain
             tensors with types of spmd_types: torch's DataParallelMeshDims, or an object with its attributes ``shard``
@@ -129,7 +129,7 @@ def fully_shard(
     device_type = device_type_of([parameter for parameter, _ in found])
     data = data_mesh_of(mesh, dp_mesh_dims, options.same_data_dims, device_type, options.placements is not None)
     kept_ranks_of(reshard_after_forward, data)
-    host_copies = offload.host_copies_of(offloaded, data.mesh.device_type)
+    host_copies = offload.host_copies_of(offloaded, data.mesh.device_type, [parameter for parameter, _ in found])
     placing = ShardingArguments(data, shard_placement_fn, options, reshard_after_forward, host_copies is not None)
     layouts = [placing.layouts_of(sites[0][2], parameter) for parameter, sites in found]
     dtypes_of = _dtypes_by(policy, options.matmul_format)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -147,18 +147,21 @@ def checked(offload_policy: Any) -> CPUOffloadPolicy | None:
     return offload_policy
 
 
-def host_copies_of(policy: CPUOffloadPolicy | None, device_type: str) -> HostCopies | None:
-    """Returns the copies of a new unit; None without a policy, and on CPU, where all tensors are on the host."""
+def host_copies_of(policy: CPUOffloadPolicy | None, device_type: str, given: Iterable[Any]) -> HostCopies | None:
+    """Returns the copies of a new unit; None without a policy, and on CPU, where all tensors are on the host.
+
+    The device is that of the parameters (`given`); if all of them are on the host, the current one.
+    """
     if policy is None or device_type == "cpu":
         return None
-    return HostCopies(current_device(device_type), policy.pin_memory)
+    device = next((each.device for each in given if each.device.type == device_type), current_device(device_type))
+    return HostCopies(device, policy.pin_memory)
 
 
 def current_device(device_type: str) -> torch.device:
-    """Returns the current device of a type, with its index."""
-    if device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(device_type, torch.get_device_module(device_type).current_device())
+    """Returns the current device of a type, with its index unless it is the CPU."""
+    is_cpu = device_type == "cpu"
+    return torch.device("cpu" if is_cpu else f"{device_type}:{torch.get_device_module(device_type).current_device()}")
 
 
 @functools.cache
