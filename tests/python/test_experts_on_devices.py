@@ -1,9 +1,14 @@
-"""Tokens to experts on the device of tests/async_device: captured in graphs, and over Gloo by way of host memory."""
+"""Tokens to experts on the device of tests/async_device: captured in graphs, beside redistributes on other streams, and
+over Gloo by way of host memory."""
 
 from __future__ import annotations
 
 import gc
+import threading
+import time
 import weakref
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +19,7 @@ import routing
 import shardwright as sw
 from pool import Pool
 from shardwright.experts import ranks as expert_ranks
+from test_device_rules import Move
 
 WORLD = 4
 TOKENS = 9
@@ -94,6 +100,129 @@ def _forgotten_placement() -> None:
 
 def test_graphs_outlive_cached_placement_tables(async_pool: Pool) -> None:
     async_pool.run(_forgotten_placement, WORLD)
+
+
+# ------------------------------------------------------------------------------- beside redistributes on other streams
+
+
+def _layer(turn: int) -> Callable[[], None]:
+    """Starts a layer whose experts double their rows. Returns a function that checks its result."""
+    p = routing.problem(WORLD, turn, placement=routing.PLACEMENTS[turn % 3])
+    x, ids, scores = _inputs(p, dist.get_rank())
+    fixed: dict[str, Any] = {"rows_per_rank": TOKENS, "overflow": "drop"} if turn % 2 else {}
+    given = [tensor.to(meshes.device) for tensor in (x, ids, scores)]
+    rows, _, handle = sw.experts.dispatch(*given, p.placement, **fixed)
+    out = sw.experts.combine(rows * 2, handle)
+    expected = 2 * x * (scores * (ids >= 0)).sum(1, keepdim=True)
+    return lambda: torch.testing.assert_close(out.cpu(), expected, rtol=1e-11, atol=1e-12)
+
+
+def _move(turn: int) -> Callable[[], None]:
+    """Starts a redistribute in which every rank takes part, asynchronous in every second turn. Returns a function that
+    checks its result."""
+    ends = [(("S(0)", "S(1)"), ("R", "S(1)")), (("P(sum)", "S(0)"), ("S(1)", "R")), (("R", "S(1)"), ("R", "R"))]
+    move = Move(sw.Mesh({"a": 2, "b": 2}), (7 + turn, 6), *ends[turn % 3])
+    result = move.start(async_op=turn % 2 == 0)
+    return lambda: move.check(result + 0)
+
+
+def _beside(rounds: int, has_threads: bool) -> list[int]:
+    """Starts layers on one stream and redistributes on another, in turn. Returns the groups of all operations."""
+    import async_device
+
+    calls = (_layer, _move)
+    streams = [torch.Stream(device=meshes.device) for _ in calls]
+    turns = [threading.Semaphore(1), threading.Semaphore(0)]
+    errors: list[BaseException] = []
+
+    def run(which: int) -> None:
+        try:
+            with streams[which]:
+                for turn in range(rounds):
+                    if has_threads:
+                        turns[which].acquire()
+                    check = calls[which](turn)
+                    turns[1 - which].release()
+                    check()
+        except BaseException as error:
+            errors.append(error)
+            turns[1 - which].release(rounds)
+
+    for call in calls:
+        call(0)()  # makes the groups
+    async_device.native().take_launched_groups()
+    if has_threads:
+        threads = [threading.Thread(target=run, args=(which,)) for which in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+    else:
+        for turn in range(rounds):
+            checks = []
+            for which in (0, 1) if turn % 3 else (1, 0):
+                with streams[which]:
+                    checks.append(calls[which](turn))
+            for check, which in zip(checks, (0, 1) if turn % 3 else (1, 0), strict=True):
+                with streams[which]:
+                    check()
+    seen: dict[int, int] = {}
+    return [seen.setdefault(number, len(seen)) for number in async_device.native().take_launched_groups()]
+
+
+@pytest.mark.parametrize("has_threads", [False, True], ids=["one thread", "two threads"])
+def test_layers_beside_redistributes(async_pool: Pool, has_threads: bool) -> None:
+    first, *others = async_pool.run(_beside, WORLD, 12, has_threads)
+    assert len(set(first)) >= 3, "layers and redistributes use different groups"
+    assert all(other == first for other in others), "ranks launch operations in different orders"
+
+
+def _not_at_the_same_time(rank: int, size: int, path: str, layer_is_first: bool) -> None:
+    from async_device import ranks
+
+    native = ranks.begin(rank, size, path, 20.0, alone=True)
+    move = Move(sw.Mesh({"a": 2, "b": 2}), (8, 12), ("R", "S(1)"), ("R", "R"))
+    x, ids, scores = (
+        tensor.to("asyncdev") for tensor in (torch.ones(2, 4), torch.arange(2)[:, None], torch.ones(2, 1))
+    )
+
+    def layer() -> torch.Tensor:
+        rows, _, handle = sw.experts.dispatch(
+            x, ids + 2 * (rank % 2), scores, [[0], [1], [2], [3]], rows_per_rank=2, overflow="drop"
+        )
+        return sw.experts.combine(rows * 2, handle)
+
+    calls = (layer, lambda: move.start(async_op=True) + 0)
+    first, second = calls if layer_is_first else calls[::-1]
+    for call in (first, second):
+        call()
+    streams = [torch.Stream(device="asyncdev") for _ in range(2)]
+    done = torch.Event(device="asyncdev")
+    native.synchronize()
+    with streams[0]:
+        native.sleep(400)
+        early = first()
+        done.record(streams[0])
+    with streams[1]:
+        late = second()
+    streams[1].synchronize()
+    time.sleep(0.1)  # time for the work after the communication on the first stream; shorter than its sleep
+    assert done.query(), "two communicators were used at the same time"
+    of_layer, moved = (early, late) if layer_is_first else (late, early)
+    move.check(moved)
+    assert of_layer.eq(2).all()
+
+
+@pytest.mark.parametrize("layer_is_first", [True, False])
+def test_layer_and_redistribute_on_two_streams_do_not_overlap(async_pool: Pool, layer_is_first: bool) -> None:
+    from async_device import ranks
+
+    ranks.run(_not_at_the_same_time, 4, layer_is_first)
+
+
+# ------------------------------------------------------------------------------------------------------------ over Gloo
 
 
 def _over_gloo(rank: int, size: int, path: str) -> int:
