@@ -2,11 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
+from torch import nn
+
+# Parameter sets of tests of models: without a compiler, with compiled blocks, with the whole model compiled.
+MODES = pytest.mark.parametrize("mode", ["eager", "blocks", "model"])
+
+
+def compiled(model: nn.Module, mode: str, blocks: Iterable[nn.Module] = ()) -> Any:
+    """Returns a callable that runs the model with "aot_eager" graphs.
+
+    Args:
+        model: a module, sharded or not.
+        mode: "eager" returns the model itself, "blocks" as well, after `Module.compile` of each block, and "model"
+            returns `torch.compile` of the model.
+        blocks: the modules that "blocks" compiles.
+    """
+    torch._dynamo.reset()
+    if mode == "model":
+        return torch.compile(model, backend="aot_eager")
+    for block in blocks if mode == "blocks" else ():
+        block.compile(backend="aot_eager")
+    return model
 
 
 @contextmanager

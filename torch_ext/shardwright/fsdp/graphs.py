@@ -40,6 +40,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from ..graph import order
 from ..runtime import counters
+from . import reads
 from .calls import mapped
 from .runner import Runner
 from .units import Unit, is_in_backward
@@ -67,8 +68,7 @@ def handle_of(in_graphs: UnitState) -> int:
 
 def _runner_and_unit(handle: int) -> tuple[Runner, Unit]:
     """Returns the runner and the unit of a handle. Raises RuntimeError if the model was freed."""
-    known = _known.get(handle)
-    if known is None:
+    if (known := _known.get(handle)) is None:
         raise RuntimeError(
             "a compiled graph of sw.fully_shard must run in the process that compiled it, while its model exists, got "
             f"module number {handle}, which does not exist. Keep the model, or compile again"
@@ -88,6 +88,7 @@ def _begin_forward(inputs: Sequence[torch.Tensor], handle: int, records: bool) -
         runner.abort()  # a graph has failed between unit events
     with torch.set_grad_enabled(records), _abort_on_error(runner):
         forward = runner.begin_forward(unit)
+    reads.note_forward(unit, forward, is_in_graph=records)
     unit.is_in_graph = True
     return _as_tensor(forward)
 
@@ -106,6 +107,7 @@ def _begin_backward(gradients: Sequence[torch.Tensor], forward: torch.Tensor, ha
     """Runs fsdp_begin_backward. `gradients`, of the outputs, only order it."""
     runner, unit = _runner_and_unit(handle)
     with _abort_on_error(runner):
+        reads.check_backward(unit, int(forward))
         runner.begin_backward(unit, int(forward))
     return _as_tensor(int(forward))
 
@@ -286,8 +288,7 @@ class _End(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         (forward,) = ctx.saved_tensors
-        present = [gradient for gradient in gradients if gradient is not None]
-        begin = _ops.fsdp_begin_backward(present, forward, ctx.handle)
+        begin = _ops.fsdp_begin_backward([each for each in gradients if each is not None], forward, ctx.handle)
         return None, *(None if gradient is None else _ops.fsdp_after(gradient, begin) for gradient in gradients)
 
 
@@ -339,9 +340,8 @@ def end_forward(handle: int, unit: Unit, output: Any) -> Any:
 
 def _event(node: Node) -> Any:
     """Returns the operator of an event; None for other nodes."""
-    if node.target is not with_effects:
-        return None
-    return node.args[1] if str(node.args[1]).startswith("shardwright.fsdp_") else None
+    is_event = node.target is with_effects and str(node.args[1]).startswith("shardwright.fsdp_")
+    return node.args[1] if is_event else None
 
 
 def _result_of(node: Node) -> Node:

@@ -98,18 +98,21 @@ class SavedWeightHooks:
 
 _MAX_FORWARDS = 64  # forwards of a unit whose versions are kept
 
-# By unit and number of a forward that could not pack weights: versions of the parameters at that forward.
+# By unit and number of a forward that did not pack weights: versions of the parameters at that forward.
 _versions_without_hooks: weakref.WeakKeyDictionary[Unit, dict[int, list[Version]]] = weakref.WeakKeyDictionary()
 
 
-def note_forward(unit: Unit, forward: int) -> None:
-    """Records the versions of a unit's parameters for `check_backward`, if hooks for saved tensors are disabled."""
-    if not torch._C._autograd._saved_tensors_hooks_is_enabled():
-        put_bounded(_versions_without_hooks.setdefault(unit, {}), forward, unit.versions, _MAX_FORWARDS)
+def note_forward(unit: Unit, forward: int, is_in_graph: bool = False) -> None:
+    """Records the versions of a unit's parameters for `check_backward`, in a forward that does not pack weights.
+
+    In a compiled graph, the backward reads weights again. Hooks for saved tensors may also be disabled.
+    """
+    if is_in_graph or not torch._C._autograd._saved_tensors_hooks_is_enabled():
+        store(_versions_without_hooks.setdefault(unit, {}), forward, unit.versions, _MAX_FORWARDS)
 
 
 def check_backward(unit: Unit, forward: int) -> None:
-    """Raises RuntimeError if parameters were written since a forward that could not pack them."""
+    """Raises RuntimeError if parameters were written since a forward that did not pack them."""
     before = _versions_without_hooks.get(unit, {}).get(forward)
     if before is not None and versions_differ(before, unit.versions):
         raise _written(f"parameters of {unit.name} were")
