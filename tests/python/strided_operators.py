@@ -257,12 +257,21 @@ def _are_right(said: list[str]) -> bool:
     return len(said) > 1 and set(said) == {"right"}
 
 
-def main() -> None:
-    with sw.enabled(strict=True, views=True):
-        local_verdicts = verdicts(sys.argv[-1], trusts="--as-is" not in sys.argv)
+def save(path: str, names: list[str], operators: frozenset[str] | None = None) -> None:
+    """Saves the recorded calls of PyTorch's samples, of all ATen operators or of some, for `verdicts`."""
+    known = {
+        func: [call for call in calls if _can_be_saved(call)]
+        for func, calls in recorded(names).items()
+        if operators is None or func.name().removeprefix("aten::") in operators
+    }
+    torch.save({f"{func._schema.name[6:]}.{func._overloadname}": calls for func, calls in known.items()}, path)
+
+
+def of_all_ranks(local_verdicts: dict[str, dict[str, list[str]]]) -> dict[str, dict[str, list[str]]]:
+    """Returns for each case "right", or an outcome of a rank that is not. All ranks must call it."""
     of_all: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_all, local_verdicts)
-    found = {
+    return {
         name: {
             kind: [
                 next((text for text in of_ranks if text != "right"), "right") for of_ranks in zip(*parts, strict=True)
@@ -271,16 +280,25 @@ def main() -> None:
         }
         for name in local_verdicts
     }
+
+
+def lists(found: dict[str, dict[str, list[str]]]) -> tuple[list[str], list[str]]:
+    """Returns the operators that are right for any strided shards, and those that are right along other dims only."""
+    anywhere = sorted(name for name, said in found.items() if _are_right(said["all"]))
+    return anywhere, sorted(name for name in found.keys() - set(anywhere) if _are_right(found[name]["other"]))
+
+
+def main() -> None:
+    with sw.enabled(strict=True, views=True):
+        found = of_all_ranks(verdicts(sys.argv[-1], trusts="--as-is" not in sys.argv))
     if dist.get_rank() == 0:
         if "--as-is" in sys.argv or "-v" in sys.argv:
             for name, said in sorted(found.items()):
                 counts = Counter(text.partition("\n")[0][:150] for text in said["all"])
                 if set(counts) != {"right"}:
                     print(name, dict(counts), "other:", dict(Counter(text[:8] for text in said["other"])))
-        anywhere = [name for name, said in found.items() if _are_right(said["all"])]
-        others = [name for name, said in found.items() if name not in anywhere and _are_right(said["other"])]
-        for names in (anywhere, others):
-            print(textwrap.fill(" ".join(sorted(names)), 112, initial_indent="        ", subsequent_indent="        "))
+        for names in lists(found):
+            print(textwrap.fill(" ".join(names), 112, initial_indent="        ", subsequent_indent="        "))
 
 
 if __name__ == "__main__":
@@ -292,9 +310,7 @@ if __name__ == "__main__":
     else:
         # PyTorch's samples are run once, not on every rank.
         path = os.path.join(tempfile.mkdtemp(), "calls")
-        known = recorded([argument for argument in sys.argv[1:] if not argument.startswith("-")])
-        savable = {func: [call for call in calls if _can_be_saved(call)] for func, calls in known.items()}
-        torch.save({f"{func._schema.name[6:]}.{func._overloadname}": calls for func, calls in savable.items()}, path)
+        save(path, [argument for argument in sys.argv[1:] if not argument.startswith("-")])
         sys.argv.append(path)
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", *sys.argv]
         sys.exit(subprocess.run(command, check=False).returncode)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import shardwright as sw
+import strided_operators
 from meshes import IS_2_11, device, get_mesh
 from pool import Pool
+from shardwright.views import verified
 
 Run = Callable[[Any], Any]
 
@@ -159,3 +163,33 @@ def _writes() -> None:
 
 def test_writes_to_strided_tensors(pool: Pool) -> None:
     pool.run(_writes, 2)
+
+
+# Functions whose samples call every operator in the lists of `verified`.
+SAMPLED = """ __getitem__ addmm cat cumprod cumsum flip gather index_put index_select linalg.vector_norm log_softmax
+    logsumexp max mean narrow nn.functional.embedding nn.functional.linear nn.functional.scaled_dot_product_attention
+    norm prod roll scatter scatter_add select slice slice_scatter softmax sort split split_with_sizes
+    split_with_sizes_copy squeeze stack std sum svd topk tril unbind unflatten var """
+PARTS = 3
+
+
+def _generated_lists(path: str, part: int) -> None:
+    listed = sorted(verified.anywhere() | verified.along_other_dims())[part::PARTS]
+    if dist.get_rank() == 0:
+        strided_operators.save(path, SAMPLED.split(), frozenset(listed))
+    dist.barrier()
+    with sw.enabled(strict=True, views=True):
+        found = strided_operators.of_all_ranks(strided_operators.verdicts(path, trusts=True))
+    assert sorted(found) == listed, "an operator has no samples"
+    anywhere, others = strided_operators.lists(found)
+    wrong = {name: {text for text in said["all"] if text != "right"} for name, said in found.items()}
+    for generated, known in ((anywhere, verified.anywhere()), (others, verified.along_other_dims())):
+        assert generated == [name for name in listed if name in known], wrong
+
+
+@pytest.mark.cpu_only("PyTorch's samples are on CPU")
+@pytest.mark.skipif(not torch.__version__.startswith("2.15."), reason="the lists of other torches differ from it")
+@pytest.mark.parametrize("part", range(PARTS))
+def test_lists_of_verified_operators(pool: Pool, tmp_path: Path, part: int) -> None:
+    """The lists of `shardwright.views.verified` for torch 2.15 follow from PyTorch's samples."""
+    pool.run(_generated_lists, 4, str(tmp_path / "calls"), part)

@@ -27,7 +27,7 @@ _ANYWHERE = {
         scatter.value scatter_add slice_backward sort sort.stable sum topk tril """,
     **dict.fromkeys(("2.12", "2.13"), _FROM_2_12 + _TO_2_14),
     "2.14": _FROM_2_12 + _TO_2_14 + "cumsum select_backward",
-    "2.15": _FROM_2_12 + "cumsum gather select_backward",
+    "2.15": _FROM_2_12 + "cumsum select_backward",
 }
 _ALONG_OTHER_DIMS = {
     "2.11": """ _log_softmax _log_softmax_backward_data _safe_softmax _softmax _softmax_backward_data cat cumsum
