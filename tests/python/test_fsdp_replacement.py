@@ -19,8 +19,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._pytree import tree_map
 
 import shardwright as sw
+from compilers import MODES, compiled
 from fsdp_models import Mlp, batch, flat_fully_shard, full, loss_of, shard, whole_loss
-from meshes import get_mesh
+from meshes import device, get_mesh
 from pool import Pool
 
 
@@ -49,7 +50,7 @@ class Encoder(nn.Module):
         return self.layers[1](self.embed(x).tanh())
 
 
-def _registered_methods() -> None:
+def _registered_methods(mode: str) -> None:
     mesh = get_mesh((2,))
     unsharded: Any = Encoder()
     sharded: Any = Encoder()
@@ -59,11 +60,12 @@ def _registered_methods() -> None:
     assert isinstance(sharded, FSDPModule) and isinstance(sharded.layers[0], FSDPModule)
     for method in ("encode", "score"):
         register_fsdp_forward_method(sharded, method)
+    run = compiled(sharded, mode, sharded.layers)
     for step, method in enumerate(["encode", "score", "forward", "encode", "encode", "score", "score"]):
         if step in (2, 5):
             with pytest.raises(ValueError, match="asked for"):
-                sharded.encode(batch(step), fails=True)
-        loss = getattr(sharded, method)(batch(step)).square().mean()
+                run.encode(batch(step), fails=True)
+        loss = (run if method == "forward" else getattr(run, method))(batch(step)).square().mean()
         losses = [getattr(unsharded, method)(batch(step, rank)).square().mean() for rank in range(2)]
         torch.testing.assert_close(loss, losses[dist.get_rank()])
         loss.backward()
@@ -75,8 +77,9 @@ def _registered_methods() -> None:
             p.grad = q.grad = None
 
 
-def test_registered_methods_train_and_may_fail(pool: Pool) -> None:
-    pool.run(_registered_methods, 2)
+@MODES
+def test_registered_methods_train_and_may_fail(pool: Pool, mode: str) -> None:
+    pool.run(_registered_methods, 2, mode)
 
 
 def _sharded_within_replicate() -> None:
@@ -148,10 +151,11 @@ def test_unsharded_weights_are_read_after_the_forward(pool: Pool) -> None:
     pool.run(_unsharded_weights_are_read_after_the_forward, 2)
 
 
-def _reduces_on_request() -> None:
+def _reduces_on_request(mode: str) -> None:
     """Reduces on request, as pipeline schedules of torch 2.15 do. A hook receives each reduced gradient."""
     mesh = get_mesh((2,))
     sharded: Any = shard(Mlp(), flat_fully_shard, mesh)
+    run = compiled(sharded, mode, sharded.layers)
     unsharded, seen = Mlp(), []
     sharded.set_manual_backward_finalization(True)
     sharded.set_post_optim_event(None)  # CPU streams record None
@@ -160,7 +164,7 @@ def _reduces_on_request() -> None:
         sharded.set_requires_gradient_sync(False)
         sharded.set_reshard_after_backward(False)
         for micro_step in range(2):
-            loss_of(sharded, batch(10 * step + micro_step)).backward()
+            loss_of(run, batch(10 * step + micro_step)).backward()
             whole_loss(unsharded, 10 * step + micro_step).backward()
         assert all(p.grad is None for p in sharded.parameters())
         sharded.set_requires_gradient_sync(True)
@@ -175,8 +179,9 @@ def _reduces_on_request() -> None:
         seen.clear()
 
 
-def test_finalize_backward_reduces_accumulated_gradients(pool: Pool) -> None:
-    pool.run(_reduces_on_request, 2)
+@MODES
+def test_finalize_backward_reduces_accumulated_gradients(pool: Pool, mode: str) -> None:
+    pool.run(_reduces_on_request, 2, mode)
 
 
 OPTIONS: list[dict[str, Any]] = [
@@ -186,7 +191,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-def _from_the_meta_device() -> None:
+def _from_the_meta_device(mode: str) -> None:
     mesh = get_mesh((2,))
     torch.manual_seed(1)
     expected = {name: 0.3 * torch.randn_like(value) for name, value in Mlp().state_dict().items()}
@@ -197,8 +202,14 @@ def _from_the_meta_device() -> None:
         shard(sharded, flat_fully_shard, mesh, **options)
         for weight in (w for m in (sharded, *sharded.layers) for w in m._get_fsdp_state().unit.weights):
             assert weight.part.is_meta and weight.unsharded.untyped_storage().data_ptr() == 0
-        for call in (functools.partial(sharded, batch(0)), sharded.unshard):
-            with pytest.raises(RuntimeError, match=r"materialized from meta device .*\['enter.weight', 'enter.bias'"):
+        run = compiled(sharded, mode, sharded.layers)
+        error = r"materialized from meta device .*\['enter.weight', 'enter.bias'"
+        # Compilers find two devices while they trace.
+        for call, text in (
+            (functools.partial(run, batch(0)), "meta" if mode == "model" else error),
+            (sharded.unshard, error),
+        ):
+            with pytest.raises(RuntimeError, match=text):
                 call()
         parts = {}
         for name, p in sharded.state_dict().items():
@@ -214,14 +225,14 @@ def _from_the_meta_device() -> None:
             sharded.leave.weight = sharded.enter.weight
         reference: Any = Mlp()
         reference.load_state_dict(expected)
-        assert_same_gradients(sharded, reference, options)
+        assert_same_gradients(sharded, reference, options, run)
 
 
-def assert_same_gradients(sharded: Any, unsharded: Any, options: dict[str, Any]) -> None:
+def assert_same_gradients(sharded: Any, unsharded: Any, options: dict[str, Any], run: Any) -> None:
     """Asserts that gradients are close, with larger tolerances in bfloat16."""
     tolerance = {"rtol": 0.1, "atol": 0.05} if "mp_policy" in options else {"rtol": 1.3e-6, "atol": 1e-5}
     for step in range(2):
-        loss_of(sharded, batch(step)).backward()
+        loss_of(run, batch(step)).backward()
         whole_loss(unsharded, step).backward()
         for p, q in zip(sharded.parameters(), unsharded.parameters(), strict=True):
             assert p.grad.dtype == p.dtype
@@ -230,23 +241,24 @@ def assert_same_gradients(sharded: Any, unsharded: Any, options: dict[str, Any])
 
 
 @pytest.mark.cpu_only("the whole model is on CPU")
-def test_models_from_the_meta_device_train(pool: Pool) -> None:
-    pool.run(_from_the_meta_device, 2)
+@MODES
+def test_models_from_the_meta_device_train(pool: Pool, mode: str) -> None:
+    pool.run(_from_the_meta_device, 2, mode)
 
 
-def _converted_between_steps() -> None:
+def _converted_between_steps(mode: str) -> None:
     mesh = get_mesh((2,))
     for options in OPTIONS:
-        for foreach in (False, True):
+        for foreach in (False, True) if mode == "eager" else (True,):
             sharded: Any = shard(Mlp(), flat_fully_shard, mesh, **options)
-            unsharded = Mlp()
+            unsharded, run = Mlp(), compiled(sharded, mode, sharded.layers)
             use = options["mp_policy"].param_dtype if "mp_policy" in options else None
             for dtype in (torch.float64, torch.float32, torch.float64):
                 assert sharded.to(dtype).enter.weight.dtype == dtype and unsharded.to(dtype) is unsharded
                 for _ in range(2):
                     x = batch(0).to(dtype)
-                    assert sharded(x).dtype == (use or dtype)
-                    sharded(x).float().square().mean().backward()
+                    assert run(x).dtype == (use or dtype)
+                    run(x).float().square().mean().backward()
                     unsharded(x).float().square().mean().backward()  # for this rank's batch; averaged over ranks below
                     for p, q in zip(sharded.parameters(), unsharded.parameters(), strict=True):
                         dist.all_reduce(q.grad)
@@ -265,8 +277,39 @@ def _converted_between_steps() -> None:
 
 
 @pytest.mark.cpu_only("float64 and the whole model are on CPU")
-def test_dtype_conversions_between_steps(pool: Pool) -> None:
-    pool.run(_converted_between_steps, 2)
+@MODES
+def test_dtype_conversions_between_steps(pool: Pool, mode: str) -> None:
+    pool.run(_converted_between_steps, 2, mode)
+
+
+def _converted_before_the_first_step(mode: str) -> None:
+    """The mesh's device, the dtype, or both, also after a visit to the CPU."""
+    mesh, bfloat16 = get_mesh((2,)), torch.bfloat16
+    for conversions in (
+        ({"device": device},),
+        ({"device": "cpu"}, {"device": device}),
+        ({"device": device, "dtype": bfloat16},),
+    ):
+        sharded: Any = shard(Mlp().to(device), flat_fully_shard, mesh)
+        run, unsharded = compiled(sharded, mode, sharded.layers), Mlp()
+        for conversion in conversions:
+            assert sharded.to(**conversion) is sharded
+            unsharded.to(conversion.get("dtype"))
+        dtype = unsharded.enter.weight.dtype
+        assert all(p.dtype == dtype and p.device.type == device for p in sharded.parameters())
+        tolerance = {} if dtype == torch.float32 else {"rtol": 0.1, "atol": 0.05}
+        for step in range(2):
+            run(batch(step).to(device, dtype)).float().square().mean().backward()
+            losses = [unsharded(batch(step, rank).to(dtype)).float().square().mean() for rank in range(2)]
+            torch.stack(losses).mean().backward()
+            for p, q in zip(sharded.parameters(), unsharded.parameters(), strict=True):
+                torch.testing.assert_close(full(p.grad).cpu(), q.grad, **tolerance)
+                p.grad = q.grad = None
+
+
+@MODES
+def test_conversions_before_the_first_step(pool: Pool, mode: str) -> None:
+    pool.run(_converted_before_the_first_step, 2, mode)
 
 
 @dataclasses.dataclass
@@ -285,17 +328,19 @@ class ContainerLinear(nn.Linear):
         return Boxed(y) if isinstance(given, Boxed) else Items(x=y, dtype=x.dtype)
 
 
-def _casts_in_containers() -> None:
+def _casts_in_containers(mode: str) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float64)
-    model = sw.fully_shard(ContainerLinear(4, 4), mesh=get_mesh((1,)), mp_policy=policy)
+    sharded = sw.fully_shard(ContainerLinear(4, 4), mesh=get_mesh((1,)), mp_policy=policy)
+    model = compiled(sharded, mode, [sharded])
     x = torch.randn(2, 4)
     assert model(Boxed(x)).x.dtype == torch.float64
     found = model(Items(x=x))
     assert type(found) is Items and (found["x"].dtype, found["dtype"]) == (torch.float64, torch.bfloat16)
 
 
-def test_casts_reach_tensors_in_containers(pool: Pool) -> None:
-    pool.run(_casts_in_containers, 1)
+@MODES
+def test_casts_reach_tensors_in_containers(pool: Pool, mode: str) -> None:
+    pool.run(_casts_in_containers, 1, mode)
 
 
 class SentInHalf(torch.Tensor):
