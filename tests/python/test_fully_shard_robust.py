@@ -21,6 +21,8 @@ from shardwright.fsdp import runner
 from shardwright.fsdp.methods import ATTRIBUTE
 from shardwright.fsdp.units import Unit
 
+ZERO_1 = {"placements": lambda p: [Replicate()], "store_placements": lambda p: [Shard(0)]}
+
 
 class Stop(BaseException):
     """Not an Exception, like KeyboardInterrupt: module hooks do not see it."""
@@ -219,8 +221,7 @@ def test_gradients_without_the_outermost_forward(pool: Pool) -> None:
 
 def _transposed() -> None:
     """Weights that are not contiguous train, also with a held shard of another layout than the parameter."""
-    placements = {"placements": lambda p: [Replicate()], "store_placements": lambda p: [Shard(0)]}
-    for options in ({}, placements):
+    for options in ({}, ZERO_1):
         unsharded, model = Mlp(tied=False), Mlp(tied=False)
         for each in (unsharded, model):
             each.enter.weight = torch.nn.Parameter(each.enter.weight.detach().t())
@@ -240,9 +241,9 @@ def test_transposed_weights(pool: Pool) -> None:
     pool.run(_transposed, 2)
 
 
-def _written_before_the_backward() -> None:
+def _written_before_the_backward(has_store: bool) -> None:
     """Autograd cannot check versions of weights that are gathered. Hooks that do may be disabled in the forward."""
-    model = shard(Mlp(tied=False), flat_fully_shard, get_mesh((2,)))
+    model = shard(Mlp(tied=False), flat_fully_shard, get_mesh((2,)), **(ZERO_1 if has_store else {}))
     no_hooks = functools.partial(torch.autograd.graph.disable_saved_tensors_hooks, "no hooks")
     for context in (contextlib.nullcontext, no_hooks):
         for name in ("layers.1.0.weight", "enter.weight"):
@@ -258,8 +259,9 @@ def _written_before_the_backward() -> None:
     loss.backward()
 
 
-def test_writes_before_the_backward_raise(pool: Pool) -> None:
-    pool.run(_written_before_the_backward, 2)
+@pytest.mark.parametrize("has_store", [False, True])
+def test_writes_before_the_backward_raise(pool: Pool, has_store: bool) -> None:
+    pool.run(_written_before_the_backward, 2, has_store)
 
 
 def _full_parameters_in_an_optimizer() -> None:

@@ -53,7 +53,7 @@ from .formats import Policy
 from .layouts import Layouts
 from .methods import ATTRIBUTE, finalize_backward, original_class, sharded_class
 from .runner import Runner
-from .units import Unit, check_no_create_graph, check_same, is_in_backward
+from .units import Unit, check_no_create_graph, is_in_backward
 from .weights import DtypesOf, Weight
 
 explaining.step_listeners.append(scheduler.listening)
@@ -472,7 +472,7 @@ def _make_runner(outermost: nn.Module, converts: bool) -> Runner:
     own: Options = getattr(outermost, ATTRIBUTE).options
     ahead = None if own.prefetch == "auto" else int(own.prefetch)
     runner = Runner([state.unit for state in states], own.memory_limit, ahead, own.chunked)
-    check_same(runner.units, own.of_model, runner.device)
+    runner.reductions.comparisons.compare_units(own.of_model)
     for state in states:
         if state.runner is not None:  # the unit was used before without the outermost module
             state.runner.abort(drops_gradients=bool(state.runner.open or state.runner._backward_callback))

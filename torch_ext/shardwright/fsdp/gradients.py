@@ -165,6 +165,23 @@ class Gradients:
 
         return PendingReduction(sent, received, work, finish)
 
+    def start_with_zeros(
+        self, zeros: tuple[torch.Tensor, _planner.Layout], over_replicas: bool, divide_by: float | None, move: Move
+    ) -> PendingReduction:
+        """Takes part in a reduction with zeros, and drops its result. Gradients that are kept stay."""
+        accumulated, self._accumulated = self._accumulated, None
+        pending = self.start(zeros, over_replicas, divide_by, move)
+        self._accumulated = accumulated
+        assert pending is not None
+        finish = pending.finish
+
+        def finish_and_drop(received: torch.Tensor) -> None:
+            kept = self._partial_reduced
+            finish(received)
+            self._partial_reduced = kept
+
+        return dataclasses.replace(pending, finish=finish_and_drop)
+
     def _layouts_for(self, layout: _planner.Layout, averages: bool) -> _ReductionLayouts:
         """Returns the layouts of the reduction of a full gradient in `layout`. `averages`: average, not sum."""
         if self._latest[0] is layout and self._latest[1] == averages:
@@ -301,8 +318,10 @@ def _add(parameter: nn.Parameter, part: torch.Tensor) -> None:
         )
     if parameter.grad is None:
         parameter.grad = gradient
-    else:
+    elif parameter.grad.placements == spec.placements:  # type: ignore[attr-defined]
         parameter.grad._local_tensor.add_(gradient._local_tensor)  # type: ignore[attr-defined]
+    else:  # of a loss on the DTensor itself: DTensor replicates gradients of dims of size 1
+        parameter.grad = parameter.grad.redistribute(placements=spec.placements) + gradient  # type: ignore[attr-defined]
     for hook in _hooks_of(parameter):
         hook(parameter)
 
@@ -383,11 +402,19 @@ class GradientMixin:
         """True if this rank has a gradient from autograd, or an accumulated one, that is not reduced yet."""
         return self.unsharded.grad is not None or self.gradients.has_accumulated
 
-    def start_reduction(self, over_replicas: bool, divide_by: float | None, move: Move) -> list[PendingReduction]:
+    def start_reduction(
+        self, over_replicas: bool, divide_by: float | None, move: Move, drops_result: bool
+    ) -> list[PendingReduction]:
         """Starts to reduce the sum of the gradient from autograd and the accumulated one, or zeros if there is neither.
 
-        Returns this reduction, and the finished ones of matmuls in chunks. `move` starts the moves of gradients.
+        Args:
+            move: starts the moves of gradients.
+            drops_result: contribute zeros and drop the result, so that gradients stay as they are.
+
+        Returns this reduction, and the finished ones of matmuls in chunks.
         """
+        if drops_result:
+            return [self.gradients.start_with_zeros(self._zeros(), over_replicas, divide_by, move)]
         in_chunks = self.gradients.take_reduced_in_chunks()
         has_any = self.has_gradient or bool(in_chunks)
         self.had_gradient = self.had_gradient or has_any

@@ -356,7 +356,7 @@ def original_class(module_class: type) -> type:
 def finalize_backward(runner: Runner) -> None:
     """Reduces the accumulated gradients of units that reduce now. Releases weights that need not stay gathered."""
     with torch.no_grad():
-        runner.reductions.end_backward()
+        runner.reductions.end_backward("finalize_backward")
         for unit in runner.units:
             unit.finish_copies()
             if unit.is_resident and not unit.is_open and not unit.is_held:

@@ -45,7 +45,7 @@ class _SavedWeight(NamedTuple):
     weight: Weight
     unit: Unit
     forward: int  # number of the forward that saved it; 0 outside of all forwards of its unit
-    version: tuple[int, ...]  # version of the parameter when it was saved
+    version: tuple[int, ...]  # versions of the parameter and of the tensor when it was saved
 
 
 class _SavedTensor(NamedTuple):
@@ -112,10 +112,10 @@ def note_forward(unit: Unit, forward: int, is_in_graph: bool = False) -> None:
 
 
 def check_backward(unit: Unit, forward: int) -> None:
-    """Raises RuntimeError if parameters were written since a forward that did not pack them."""
+    """Makes the backward fail at its end if parameters were written since a forward that could not pack them."""
     before = _versions_without_hooks.get(unit, {}).get(forward)
     if before is not None and versions_differ(before, unit.versions):
-        raise _written(f"parameters of {unit.name} were")
+        unit.fail_backward(_written(f"parameters of {unit.name} were"))
 
 
 def _written(subject: str) -> RuntimeError:
@@ -142,17 +142,20 @@ def pack(tensor: torch.Tensor) -> Any:
     unit = None if weight is None or weight.unit is None else weight.unit()
     if weight is not None and unit is not None:
         forward = unit.forwards[-1] if unit.forwards else 0
-        return _SavedWeight(_without_graph(tensor), weight, unit, forward, weight.version)
+        return _SavedWeight(_without_graph(tensor), weight, unit, forward, _versions_of(weight, tensor))
     # PyTorch does not check versions of tensors that a hook packs. A detached DTensor has a version counter of its own.
     owner = weakref.ref(tensor) if isinstance(tensor, DTensor) else None
     return _SavedTensor(_without_graph(tensor), tensor._version, owner)
 
 
 def unpack(saved: Any) -> torch.Tensor:
-    """Returns a tensor that `pack` has packed, and gathers its weight. Raises RuntimeError if it was written."""
+    """Returns a tensor that `pack` has packed, and gathers its weight. Raises RuntimeError if it was written.
+
+    Writes of weights raise at the end of the backward, because other ranks wait for this rank's transfers until then.
+    """
     if type(saved) is _SavedWeight:
-        if saved.weight.version != saved.version:
-            raise _written(f"{saved.weight.name} was")
+        if _versions_of(saved.weight, saved.tensor) != saved.version:
+            saved.unit.fail_backward(_written(f"{saved.weight.name} was"))
         saved.unit.read(saved.forward)
         return saved.tensor
     tensor: torch.Tensor = saved.tensor
@@ -164,6 +167,12 @@ def unpack(saved: Any) -> torch.Tensor:
             f"{saved.version} instead; torch.autograd.set_detect_anomaly(True) finds the operation that saved it"
         )
     return tensor
+
+
+def _versions_of(weight: Weight, tensor: torch.Tensor) -> tuple[int, ...]:
+    """Returns the versions of a parameter and of a tensor in the storage of its weight. Gathers do not change them."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return *weight.version, local._version
 
 
 def _without_graph(tensor: torch.Tensor) -> torch.Tensor:

@@ -25,10 +25,10 @@ import torch
 
 from .._native import _runtime
 from .._planner import StepSchedule
-from ..runtime import counters
 from . import scheduler
 from .calls import MethodCalls
 from .chunks import ChunkedUnit
+from .departures import Departures, release
 from .gather import set_scales
 from .reductions import Reductions
 from .scheduler import Clock, Key, Plan, Times, Use, make_schedule, same_uses
@@ -39,12 +39,13 @@ MAX_USES = 1 << 16
 MAX_PLANS = 64  # maximum number of kept schedules (FIFO)
 
 
-class Runner:
+class Runner(Departures):
     """The units of a model, its schedules, and the running sequence."""
 
     def __init__(
         self, units: list[Unit], memory_limit: int | None, prefetch: int | None, is_chunked: bool = False
     ) -> None:
+        super().__init__()
         self.units = units
         self.is_chunked = is_chunked
         self._chunked_units = [ChunkedUnit(unit) for unit in units] if is_chunked else []
@@ -137,17 +138,14 @@ class Runner:
             self.open.remove(self._index[id(unit)])
             self._change_use("backward" if is_in_backward() else "forward")
         if not self.open and not torch.is_grad_enabled() and not is_in_backward():
-            self._compare_gathers()
+            self._compare("end of a forward", is_end=True)
         if self._key is not None and not self._key.records and not self.open:
             self._end_sequence()
 
-    def _compare_gathers(self) -> None:
-        """Raises ValueError on all ranks, and aborts the step, if ranks have gathered different units."""
-        try:
-            self.reductions.compare_gathers()
-        except BaseException:
-            self.abort(drops_gradients=False)
-            raise
+    def fail_backward(self, error: RuntimeError) -> None:
+        """Makes the running backward raise an error at its end, on all ranks."""
+        self._register_final_callback()
+        self.reductions.comparisons.error = self.reductions.comparisons.error or error
 
     def fail_forward(self, unit: Unit, depth: int, error: BaseException) -> None:
         """Aborts the step after a forward has raised, unless its hook has closed the unit.
@@ -216,7 +214,6 @@ class Runner:
         key = self._key_of((self._index[id(unit)],), "forward")
         if self._key is not None and self._key[:3] == key[:3] and only_forwards:
             # The forwards of the running sequence had no backward yet. If one follows later, it gathers again.
-            self._compare_gathers()
             self._plan = None
             self._drain()
             self._key = None
@@ -238,11 +235,15 @@ class Runner:
 
         self._backward_callback = weakref.ref(end, functools.partial(_to_sharded_after_failure, weakref.ref(self)))
         torch.autograd.Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
+        if self._key is not None:  # otherwise a sequence begins, which is an event too
+            self._compare("beginning of a backward")
+            self._is_past_forward = True
 
     @torch.no_grad()
     def _end_backward(self) -> None:
         """Reduces the gradients that are left at the end of a backward, and ends the sequence if no unit is open."""
         self.calls.end_failed(self.end_forward, backward_ends=True)
+        event = self._reach("end of a backward")
         for unit in self.units:
             if unit.backwards:
                 self._start_reduction(unit)
@@ -253,7 +254,8 @@ class Runner:
                 unit.to_sharded()
         self.open = [index for index, unit in enumerate(self.units) if unit.is_open]
         self._change_use("forward" if self.open else "backward")  # forward: a backward within a forward
-        self.reductions.end_backward()
+        self.reductions.end_backward(event)
+        self._is_past_forward = False
         for unit in self.units:
             unit.finish_copies()
         if not self.open:
@@ -316,7 +318,8 @@ class Runner:
                 unit.end_step()
         self._activations.end()
         self._uses = []
-        self._is_in_use = self._is_too_long = False
+        self._is_in_use = self._is_too_long = self._is_past_forward = False
+        self.reductions.comparisons.compares_transfers = False
         self._plan = self._clock = None
 
     def _change_use(self, kind: str) -> None:
@@ -364,8 +367,11 @@ class Runner:
         """Begins to follow the schedule of the key, if there is one, and marks gathered weights as stale if their
         parameters were written. Sets the scales of quantized weights."""
         self._uses = []
-        self._key = key
-        self._plan = self._plans.get(key)
+        plan = self._plans.get(key)
+        self._compare(key.text(self.units) + ("" if plan is None else ", scheduled"))
+        self._key, self._plan = key, plan
+        self._is_past_forward = key.kind != "forward"
+        self.reductions.comparisons.compares_transfers = plan is None and self.reductions.comparisons.are_complete
         self._activations = scheduler.begin_activations(None if self._plan is None else self._plan.activations)
         is_timed = scheduler.listener is not None or (self._plan is not None and self._plan.timed is None)
         self._clock = Clock(self.device) if is_timed else None
@@ -394,11 +400,13 @@ class Runner:
         if self._plan is not None:
             planned = self._plan.uses[index] if index < len(self._plan.uses) else None
             if planned is None or (planned.units, planned.kind) != (use.units, use.kind):
-                counters.counts.unplanned_steps += 1
-                self._plan = None
+                self._leave_schedule(index, self._text_of(use))
         self._activations.begin_use(index, self._plan is not None)
         for unit, offset, in_chunks in self._plan.gathers.get(index, ()) if self._plan is not None else ():
             self._gather_ahead(self.units[unit], offset, self._chunked_units[unit] if in_chunks else None)
+        resident = (self.units[unit] for unit in use.units if self.units[unit].is_resident)
+        if self._plan is not None and any(unit.is_stale for unit in resident):
+            self._leave_schedule(index, f"{self._text_of(use)}, written since their gather", has_gathered=True)
         self._gather_now(use.units, self._plan.gathers_in_chunks[index] if self._plan is not None else set())
         if use.kind == "backward":
             reduces = self._plan.reduces_in_chunks[index] if self._plan is not None else set()
@@ -408,6 +416,10 @@ class Runner:
                     self._chunked_units[unit_index].gather_full(only_read=True)
         if self._clock is not None:
             self._clock.mark()
+
+    def _text_of(self, use: Use) -> str:
+        """Returns a text of a use, for errors."""
+        return f"{use.kind} of {', '.join(self.units[unit].name for unit in use.units)}"
 
     def _gather_ahead(self, unit: Unit, offset_bytes: int, chunks: ChunkedUnit | None) -> None:
         """Starts a scheduled gather at an offset in the arena. `chunks`: weights to gather in chunks during the use."""
@@ -443,15 +455,7 @@ class Runner:
         for unit_index in self._uses[index].units:
             self._record_gradients(unit_index)
         if self._plan is not None:
-            for released in self._plan.releases.get(index, ()):
-                if self.units[released].is_held:
-                    continue
-                offset, last_use = self._plan.copies.get(released, (0, -1))
-                if index < last_use:
-                    self.units[released].save_kept_copy(self._arena, offset)
-                else:
-                    self.units[released].drop_kept()
-                self.units[released].release()
+            release(self.units, self._arena, self._plan, index)
             self.reductions.finish(index)
         else:
             for unit in self.units:
@@ -471,7 +475,10 @@ class Runner:
             if not unit.unit_options.reduces:
                 unit.accumulate_gradients()
                 return
+            is_scheduled = self._reach_reduction(unit_index)
             reduction = self.reductions.start(unit_index)
+            if not is_scheduled:
+                self._gather_now(self.open, set())  # the schedule may have released units that are open here
             if reduction is None:
                 return
             index = len(self._uses) - 1

@@ -313,6 +313,13 @@ class Key(NamedTuple):
     reduces: tuple[bool, ...]  # by unit: its backward reduces gradients
     accumulates: tuple[bool, ...]  # by unit: there are accumulated gradients, from earlier backwards or for later ones
 
+    def text(self, units: Sequence[Unit]) -> str:
+        """Returns a text, for errors. Example: "forward of Model without gradients"."""
+        kept = [unit.name for unit, reduces in zip(units, self.reduces) if not reduces]
+        text = f"{self.kind} of {', '.join(units[index].name for index in self.units)}"
+        text += "" if self.records else " without gradients"
+        return text + (f", not reducing gradients of {', '.join(kept)}" if kept else "")
+
 
 class Use(NamedTuple):
     """One use of a sequence."""

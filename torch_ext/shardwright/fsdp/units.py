@@ -19,7 +19,7 @@ import contextlib
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._native import _runtime
-from ..runtime.agreement import MeshWords, Statement
+from ..runtime.agreement import MeshWords
 from . import offload, packing
 from .gather import set_scales
 from .gradients import Reduction
@@ -187,7 +187,7 @@ class Unit:
     def start_gather(self, memory: torch.Tensor, offset_bytes: int = 0) -> None:
         """Starts to gather into `memory`: from the kept copy if it is up to date, otherwise from the shards."""
         if self.runner is not None and (runner := self.runner()) is not None:
-            runner.reductions.note_gather(self)
+            runner.note_gather(self)
         self.start_refresh()
         self.is_resident = self._in_arena = self._is_gathering = True
         versions = self.versions
@@ -363,7 +363,13 @@ class Unit:
         check_no_create_graph(self.name)
         self.ready_runner().begin_backward(self, forward)
 
-    def start_reduction(self, weights: Iterable[Weight]) -> Reduction | None:
+    def fail_backward(self, error: RuntimeError) -> None:
+        """Makes the running backward raise an error at its end, on all ranks. Outside of a backward, raises it now."""
+        if not is_in_backward():
+            raise error
+        self.ready_runner().fail_backward(error)
+
+    def start_reduction(self, weights: Iterable[Weight], drops_result: bool = False) -> Reduction | None:
         """Starts to reduce the gradients of these weights. A weight without a gradient contributes zeros.
 
         All ranks pass the same weights. Returns None if there is nothing to wait for.
@@ -373,7 +379,7 @@ class Unit:
         unit_options = self.unit_options
         for weight in weights:
             arguments = unit_options.reduces_over_replicas, unit_options.divides_by, batch.adder(weight.moves)
-            for pending in weight.start_reduction(*arguments):
+            for pending in weight.start_reduction(*arguments, drops_result):
                 reduction.in_flight.append((unit_options.hooked(weight.add_reduced_gradient), pending))
         batch.start()
         for _, pending in reduction.in_flight:
@@ -469,28 +475,14 @@ def forget_written_copies(units: Sequence[Unit], device: torch.device) -> None:
     """
     if device.type != "cpu" and _runtime.is_capturing(device.type):
         return  # a capture can compare versions only
-    for mesh, on_mesh in _by_mesh([unit for unit in units if unit.has_copies]).items():
+    for mesh, on_mesh in by_mesh([unit for unit in units if unit.has_copies]).items():
         was_written = MeshWords(mesh, device).largest(bytes(unit.was_written() for unit in on_mesh))
         for unit, is_written in zip(on_mesh, was_written, strict=True):
             if is_written:
                 unit.forget_copies()
 
 
-def check_same(units: Sequence[Unit], options: Mapping[str, object], device: torch.device) -> None:
-    """Compares units and options between ranks. Collective among the ranks of the units' meshes.
-
-    Raises:
-        ValueError: on all ranks of a mesh if they differ.
-    """
-    for mesh, on_mesh in _by_mesh(units).items():
-        described = {f"unit {i}": f"{unit.name}: {unit.description}" for i, unit in enumerate(on_mesh)}
-        fields = {"number of units": len(on_mesh), **{name: str(value) for name, value in options.items()}, **described}
-        mismatch = "have different modules or arguments"
-        remedy = "Pass the same modules and arguments, in the same order, on all ranks of a mesh"
-        MeshWords(mesh, device).compare(Statement("sw.fully_shard", fields, mismatch=mismatch, remedy=remedy))
-
-
-def _by_mesh(units: Sequence[Unit]) -> dict[DeviceMesh, list[Unit]]:
+def by_mesh(units: Sequence[Unit]) -> dict[DeviceMesh, list[Unit]]:
     """Returns the units of each mesh. A unit whose weights are on several meshes is listed for each."""
     found: dict[DeviceMesh, list[Unit]] = {}
     for unit in units:

@@ -159,8 +159,7 @@ class Weight(GradientMixin):
         """Makes a tensor in layout `use` the parameter `unsharded`, and watches its gradients."""
         self.unsharded = nn.Parameter(full, self.sharded.requires_grad)
         moves.mark_full(self.unsharded, self.name)
-        if not self.is_replicated:  # the memory of a held weight is never released
-            by_storage[self.memory.untyped_storage()._cdata] = self
+        by_storage[self.memory.untyped_storage()._cdata] = self
         self._watch()
 
     @property

@@ -202,7 +202,7 @@ class GroupWords(_Words):
         self.moves_nothing = groups.moves_nothing(group)
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         # The group alone decides the device, because ranks may pass tensors on different devices.
-        self.device = torch.device("cpu") if accelerator is None or _has_cpu(group) else accelerator
+        self.device = torch.device("cpu") if accelerator is None or has_cpu(group) else accelerator
 
     def exchange(self, step: str, mine: torch.Tensor) -> torch.Tensor:
         rows = mine.expand(len(self.ranks), -1)
@@ -217,7 +217,7 @@ class MeshWords(_Words):
     def __init__(self, mesh: DeviceMesh, device: torch.device) -> None:
         self.ranks = mesh.mesh.flatten().tolist()
         self.own = self.ranks.index(dist.get_rank())
-        self._mesh, self._device = mesh, device
+        self.mesh, self._device = mesh, device
 
     def exchange(self, step: str, mine: torch.Tensor) -> torch.Tensor:
         table = torch.zeros(len(self.ranks), mine.shape[-1], dtype=torch.int64)
@@ -232,20 +232,20 @@ class MeshWords(_Words):
         return found
 
     def _all_reduce(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
-        """Returns the reduction over all ranks of the mesh. Groups with a CPU backend reduce without the device."""
-        mesh = self._mesh
+        """Reduces over all dims of the mesh. The host does not wait for the device if the groups have a CPU backend."""
+        mesh = self.mesh
         if mesh.size() == 1:
             return values
         # Programs in flight must first start all their transfers, so that the order on a group is equal on all ranks.
         _runtime.drain([group.group_name for group in mesh.get_all_groups()])
         for group in mesh.get_all_groups():
-            sent = values if _has_cpu(group) else values.to(self._device)
+            sent = values if has_cpu(group) else values.to(self._device)
             dist.all_reduce(sent, op, group=group)
             values = sent.cpu()
         return values
 
 
-def _has_cpu(group: dist.ProcessGroup) -> bool:
+def has_cpu(group: dist.ProcessGroup) -> bool:
     """Returns True if the group has a backend for tensors on CPU."""
     return any(kind.type == "cpu" for kind in group._device_types)
 
