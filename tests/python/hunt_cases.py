@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -61,6 +60,9 @@ class Step:
     entry: str = "forward"
     expert: str = "same"  # the expert that runs: the "same" on all ranks, one "by_rank", or "none"
     losses: str = "all"  # "main", "aux" or "hidden"; "by_rank": main on even ranks, aux on odd ranks
+    # Units that only odd ranks run in another way: they "skip" the first block, "repeat" it, or run the blocks in
+    # "reverse" order; "evaluate": skip it in an evaluation; "write": they alone write weights after the forward.
+    differs: str = ""
     backward: str = "once"
     clips: str = ""  # gradients by "norm" or "value"; "scale": multiplies them by a factor
     optimizes: bool = True
@@ -102,6 +104,7 @@ WRITES = (
     *("load_state_dict", "assign", "local_copy", "copy", "multiply", "data", "foreach", "foreach_local"),
     *("set_model_state_dict", "dcp"),
 )
+DIFFERENCES = ("skip", "repeat", "reverse", "evaluate", "write")
 OPTIMIZERS = ("sgd", "momentum", "adamw", "adamw_foreach", "adamw_loop")
 
 
@@ -175,6 +178,7 @@ def _draw_step(chance: _Chance, blocks: int, is_called: bool, is_last: bool) -> 
         entry=chance.one("forward", ("method", "method", "unsharded", "checkpoint", "part"), 0.6 if is_called else 0),
         expert=chance.one("same", ("by_rank", "none"), 0.15),
         losses=chance.one("all", ("main", "aux", "hidden", "by_rank"), 0.15),
+        differs=chance.one("", DIFFERENCES, 0.05),
         backward=chance.one("once", BACKWARDS, 0.3),
         clips="" if defers else chance.one("", ("norm", "norm", "value", "scale"), 0.15),
         optimizes=not defers and chance.true(0.85),
@@ -214,6 +218,10 @@ def valid(case: Case) -> Case:
             step = dataclasses.replace(step, backward="once")
         if step.fails and (case.compiled or any(block.compiled for block in blocks)):
             step = dataclasses.replace(step, fails="")
+        if step.fails == "caught" and step.entry == "checkpoint":  # it would compute again without the error
+            step = dataclasses.replace(step, fails="")
+        if step.differs:  # some ranks leave the step early, so it has no other errors
+            step = dataclasses.replace(step, fails="", backward="once", accumulates=0, defers=False, zero="none")
         if step.context == "no_hooks" and (has_checkpoint or step.entry == "checkpoint"):
             step = dataclasses.replace(step, context="")
         if step.context == "flops" and step.backward in ("input_gradient", "parameter_gradients", "inputs_argument"):
@@ -231,42 +239,6 @@ def valid(case: Case) -> Case:
             step = dataclasses.replace(step, backward="once" if step.backward in NOT_REDUCING else step.backward)
         steps.append(step)
     return dataclasses.replace(case, blocks=tuple(blocks), steps=tuple(steps))
-
-
-def known_fault(case: Case) -> str:
-    """Returns the known fault of `sw.fully_shard` or DTensor that a case triggers, or ""."""
-    backwards = {step.backward for step in case.steps}
-    if "stale" in backwards and any(block.checkpoint or block.kind == "inner_checkpoint" for block in case.blocks):
-        return "a checkpoint computes again with weights that were written since, as in a model that is not sharded"
-    if "stale" in backwards and case.layout == "store":
-        return "with a store, a backward uses the copies of its forward, whatever was written to parameters since"
-    if "regularised" in backwards and any(block.kind in ("parameter_list", "uneven") for block in case.blocks):
-        return "a penalty on a parameter of which a rank has no part raises on that rank alone"
-    if any(step.backward == "stale" and step.losses == "by_rank" for step in case.steps):
-        return "only the ranks whose loss leads to a written weight raise at once; the others wait until their timeout"
-    if any(step.fails == "caught" and step.entry == "checkpoint" for step in case.steps):
-        return "a checkpoint computes again without the error that its forward has caught"
-    by_rank = [step for step in case.steps if step.losses == "by_rank"]
-    if by_rank and (
-        "closure" in (case.output, *(block.output for block in case.blocks))
-        or any(step.entry == "checkpoint" for step in by_rank)
-    ):
-        return "losses of ranks lead to different units, through outputs that no hook opens or one checkpoint"
-    is_compiled = case.compiled or any(block.compiled for block in case.blocks)
-    if is_compiled and any(step.losses != "all" for step in case.steps):
-        return "compiled code has gradients of zeros where no loss leads, as in a model that is not sharded"
-    return ""
-
-
-def without_known_faults(cases: Iterable[Case]) -> tuple[list[Case], Counter[str]]:
-    """Returns the cases without a known fault, and the number of other cases by fault."""
-    kept, left_out = [], Counter[str]()
-    for case in cases:
-        if fault := known_fault(case):
-            left_out[fault] += 1
-        else:
-            kept.append(case)
-    return kept, left_out
 
 
 def simpler(case: Case) -> Iterator[Case]:

@@ -367,12 +367,15 @@ class Model(nn.Module):
             for block in self.blocks[1:]:
                 block.gate = self.blocks[0].gate
         self.catches = False
+        self.differs = ""  # Step.differs, in a forward of a rank that differs
 
     def forward(self, given: Any, expert: int | None) -> Any:
         x, _ = CONTAINERS[self.case.input][1](given)
         x = self.enter(x)
         total = x.sum(-1) * 0.1
-        for block in self.blocks:
+        blocks = list(self.blocks)
+        orders = {"skip": blocks[1:], "repeat": [*blocks, blocks[0]], "reverse": blocks[::-1]}
+        for block in orders.get(self.differs, blocks):
             for _ in range(block.spec.calls):
                 try:
                     y, aux = CONTAINERS[block.spec.output][1](self._call(block, x, expert))

@@ -107,9 +107,17 @@ class Passes:
                     loss.backward()
             self.syncs(not step.defers)
             records: list[tuple[str, Any]] = []
-            if step.evaluates == "before":
+            differs = step.differs if self.is_sharded and rank % 2 == 1 else ""
+            if step.evaluates == "before" or step.differs == "evaluate":
+                self.model.differs = "skip" if differs == "evaluate" else ""
                 self._evaluate(index, step, rank, records)
+            self.model.differs = differs
             found = self.one_pass(index, step, rank, 0, scale)
+            self.model.differs = ""
+            if differs == "write":
+                with torch.no_grad():
+                    for p in self.parameters.values():
+                        p.mul_(0.9)
             records += [("y", found.y), ("aux", found.aux)]
             if step.evaluates in ("between", "inference"):
                 self._evaluate(index, step, rank, records)

@@ -79,8 +79,13 @@ class Run(Passes):
         self.aliases = {
             name: first.setdefault(id(p), name) for name, p in self.model.named_parameters(remove_duplicate=False)
         }
+        for block in self.model.blocks:
+            if block.spec.compiled:
+                block.compile(backend="aot_eager")
         if self.is_sharded:
             self._shard()
+        if case.compiled:
+            self.model.compile(backend="aot_eager")
         self._add_hooks()
         self.take_parameters()
 
@@ -119,8 +124,6 @@ class Run(Passes):
         for block in self.model.blocks:
             spec: Block = block.spec
             own = {**options, "reshard_after_forward": spec.reshard}
-            if spec.compiled:
-                block.compile(backend="aot_eager")
             if isinstance(spec.reshard, int) and not isinstance(spec.reshard, bool):
                 own["reshard_after_forward"] = min(spec.reshard, mesh.size(mesh.ndim - 1))
                 if "placements" in own:
@@ -140,8 +143,6 @@ class Run(Passes):
             wrap(self.model, **options, **outermost)
             if any(step.entry == "method" for step in case.steps):
                 fsdp.register_fsdp_forward_method(self.model, "encode")
-        if case.compiled:
-            self.model.compile(backend="aot_eager")
 
     def _add_hooks(self) -> None:
         for block in self.model.blocks:
