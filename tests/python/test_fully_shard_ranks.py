@@ -120,6 +120,21 @@ def test_ranks_that_run_other_units_raise(pool: Pool, num_steps: int, trains: bo
     pool.run(_different_orders, 3, num_steps, trains)
 
 
+def _models_without_names() -> None:
+    """Equal modules that no outermost module contains have the same name. Ranks use them in different orders."""
+    for num_steps in (0, 3):
+        blocks: Any = [sw.fully_shard(nn.Linear(6, 6), mesh=get_mesh((2,))) for _ in range(3)]
+        for _ in range(num_steps):
+            nn.Sequential(*blocks)(torch.ones(2, 6)).sum().backward()
+        order = (0, 2, 1) if dist.get_rank() else (0, 1, 2)
+        match = f"{DIFFERS}|the ranks have different modules"
+        _raises(lambda: nn.Sequential(*(blocks[i] for i in order))(torch.ones(2, 6)), match)  # noqa: B023
+
+
+def test_models_without_names_raise(pool: Pool) -> None:
+    pool.run(_models_without_names, 2)
+
+
 def _different_losses(num_steps: int) -> None:
     model, unsharded = _sharded(get_mesh((2,))), Blocks()
     for step in range(num_steps):

@@ -37,6 +37,9 @@ WeightIndex = tuple[int, int]  # indices of a unit and of a weight in it
 HEAD_BYTES = 256  # size of the message of each comparison
 _DIGEST_BYTES = 8
 
+_models = 0  # number of models that this rank has compared; equal on all ranks of the latest model
+_latest_unit = 0  # number of the first unit of the latest model
+
 
 class Comparisons:
     """Comparisons between the ranks of one model."""
@@ -53,6 +56,9 @@ class Comparisons:
         for unit_index, unit in enumerate(units):
             for which, weight in enumerate(unit.weights):
                 self.on_mesh.setdefault(weight.mesh, []).append((unit_index, which))
+        self._model = (
+            0  # number of this model, which is equal on its ranks and differs from those of their other models
+        )
         self._are_slow = {mesh: not all(map(agreement.has_cpu, mesh.get_all_groups())) for mesh in self.on_mesh}
 
     @property
@@ -89,13 +95,20 @@ class Comparisons:
         Raises:
             ValueError: on all ranks of a mesh if they differ.
         """
+        global _models, _latest_unit
         self.compare(f"first use of {self._units[0].name}")
+        # Models of equal units may have no names of their own. Their order tells them apart.
+        order = "after" if self._units[0].number > _latest_unit else "before"
+        options = {**options, "order of calls": f"{order} the model that was used last"}
         for mesh, on_mesh in by_mesh(self._units).items():
             units = {f"unit {i}": f"{unit.name}: {unit.description}" for i, unit in enumerate(on_mesh)}
             fields = {"number of units": len(on_mesh), **{name: str(value) for name, value in options.items()}, **units}
             mismatch = "have different modules or arguments"
             remedy = "Pass the same modules and arguments, in the same order, on all ranks of a mesh"
-            MeshWords(mesh, self._device).compare(Statement("sw.fully_shard", fields, {}, mismatch, remedy))
+            words = MeshWords(mesh, self._device)
+            words.compare(Statement("sw.fully_shard", fields, {}, mismatch, remedy))
+            self._model = max(self._model, *words.largest([_models + 1]))
+        _models, _latest_unit = max(self._model, _models), self._units[0].number
 
     def exchange(self, mesh: DeviceMesh, event: str, table: bytes = b"") -> bytes:
         """Compares like `compare` on one mesh. Returns the maximum of each byte of `table` over its ranks."""
@@ -140,7 +153,7 @@ class Comparisons:
         units = [index for index, unit in enumerate(self._units) if any(w.mesh == mesh for w in unit.weights)]
         gathered = [index for index in map(self._units.index, self.gathered) if index in units]
         started = [each for each in self.started if each[0] in units]
-        text = repr((event, gathered, started, str(self.error)))
+        text = repr((self._model, event, gathered, started, str(self.error)))
         digest = hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).digest()
         return digest + bytes(255 - byte for byte in digest)
 
@@ -166,6 +179,11 @@ class Comparisons:
 
         gathered = [named(unit, range(len(unit.weights))) for unit in self.gathered]
         reduced = [named(self._units[unit_index], which) for unit_index, which in self.started]
-        texts = {"event": event, "gathered": "; ".join(gathered), "reduced": "; ".join(reduced)}
+        texts = {
+            "model": str(self._model),
+            "event": event,
+            "gathered": "; ".join(gathered),
+            "reduced": "; ".join(reduced),
+        }
         texts["error"] = "" if self.error is None else str(self.error)
         return {name: text or "none" for name, text in texts.items()}

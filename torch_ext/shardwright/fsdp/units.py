@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
@@ -78,6 +79,9 @@ def options_key(units: Sequence[Unit]) -> Hashable:
     return tuple(map(of, units))
 
 
+_numbers = itertools.count(1)  # numbers of units, in the order of `sw.fully_shard`
+
+
 class Unit:
     """The weights of one call of `sw.fully_shard`, which are gathered together."""
 
@@ -90,6 +94,7 @@ class Unit:
         host_copies: offload.HostCopies | None = None,
     ) -> None:
         self.name = name
+        self.number = next(_numbers)
         self.host_copies = host_copies  # copies between host and device; None without offload
         self._modules = [weakref.ref(module) for module in modules]
         self.weights = weights
