@@ -108,7 +108,7 @@ def note_forward(unit: Unit, forward: int, is_in_graph: bool = False) -> None:
     In a compiled graph, the backward reads weights again. Hooks for saved tensors may also be disabled.
     """
     if is_in_graph or not torch._C._autograd._saved_tensors_hooks_is_enabled():
-        store(_versions_without_hooks.setdefault(unit, {}), forward, unit.versions, _MAX_FORWARDS)
+        put_bounded(_versions_without_hooks.setdefault(unit, {}), forward, unit.versions, _MAX_FORWARDS)
 
 
 def check_backward(unit: Unit, forward: int) -> None:
