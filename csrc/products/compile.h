@@ -18,8 +18,8 @@ Program compile(const Matmul& matmul, const Schedule& schedule, Rank rank);
 //
 // A scatter, the same ring. Chunk d is the block of the result for the rank at distance d:
 //
-//   multiply block 1, start chunk 1; multiply block 2, start chunk 2; wait for chunk 1; multiply the own block; wait for
-//   chunk 2; sum the own block and the received blocks in the order of positions
+//   multiply block 1, start chunk 1; multiply block 2, start chunk 2; wait for chunk 1; multiply the own block; wait
+//   for chunk 2; sum the own block and the received blocks in the order of positions
 Program compile_gather(const GatherMatmul& matmul, const Schedule& schedule, Rank rank);
 Program compile_flagged(const GatherMatmul& matmul, const Schedule& schedule, Rank rank);
 Program compile_scatter(const MatmulScatter& matmul, const Schedule& schedule, Rank rank);

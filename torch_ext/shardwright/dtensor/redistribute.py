@@ -67,7 +67,7 @@ def redistribute_local_tensor(
     original = _original or torch_redistribute.redistribute_local_tensor
     mode = mode_in_effect()
     is_plain = mode.on and type(local_tensor) is torch.Tensor and local_tensor.layout is torch.strided
-    is_plain = is_plain and _runtime.nothing_watches(True)
+    is_plain = is_plain and _runtime.is_plain_eager(True)
     if is_plain and not _autograd_records(local_tensor):
         known = _cached.get(_key(local_tensor, current_spec, target_spec, mode))
         if known is not None:

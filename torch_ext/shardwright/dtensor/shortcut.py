@@ -75,7 +75,7 @@ def make_method(original: Callable[..., DTensor]) -> Callable[..., DTensor]:
             or type(self) is not DTensor
             or not isinstance(placements, _SEQUENCE_TYPES)
             or not allows_shortcut()
-            or not _runtime.nothing_watches(False)
+            or not _runtime.is_plain_eager(False)
             or forward_ad._current_level >= 0
             or not (device_mesh is None or device_mesh is self.device_mesh)
         ):

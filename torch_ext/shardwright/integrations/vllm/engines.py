@@ -87,7 +87,7 @@ class ServerEngine(WeightTransferEngine[ServerInitInfo, UpdateInfo]):
         model_config = self.vllm_config.model_config
         self._loaded = LoadedWeights(self.model, model_config, init_info.plain_methods)
         weights = _shapes(init_info)
-        to = self._loaded.destinations(lambda *loader: recorded(*loader, weights, init_info, link))
+        to = self._loaded.destinations(lambda load, parameters: recorded(load, parameters, weights, init_info, link))
         self._transfer = _planned(None, to, init_info, link, self.device)
 
     def start_weight_update(self) -> None:
@@ -164,7 +164,7 @@ class TrainerEngine(TrainerWeightTransferEngine[TrainerInfo]):
 
         Raises ValueError if the source has no local parts, or `rank` is not that of the default process group.
         """
-        if not isinstance(source, DTensorSource) and not _has_local_parts(source):
+        if source is None or not (isinstance(source, DTensorSource) or _has_local_parts(source)):
             allowed = "a DTensorSource or a WeightSource with iter_local()"
             raise argument_error("source", allowed, type(source).__name__)
         if init_info.rank != dist.get_rank():

@@ -58,7 +58,7 @@ class LoadedWeights:
         finally:
             self._end_reload()
         written = {tensor.untyped_storage()._cdata for tensor, _ in found.values()}
-        used = {}  # the second set, by the tensor that the kernels use
+        used: dict[int, torch.Tensor] = {}  # the second set, by the tensor that the kernels use
         for layer, tensors in as_loaded.items():
             if any(tensor.untyped_storage()._cdata in written for tensor in tensors.values()):
                 if layerwise.is_deferred_attention_layer(layer):
