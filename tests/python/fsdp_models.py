@@ -86,11 +86,15 @@ def gradients(model: nn.Module) -> list[Any]:
     return [None if p.grad is None else p.grad for p in model.parameters()]
 
 
-def agreement_bytes(model: nn.Module) -> int:
-    """Returns the bytes a rank receives after a backward: an all-reduce per mesh dim of 16 bytes and 2 per weight."""
+def agreement_bytes(model: nn.Module, events: int = 3) -> int:
+    """Returns the bytes a rank receives in comparisons: for each event, an all-reduce of 256 bytes per mesh dim.
+
+    The last event, the end of a backward, has 16 bytes and two for each weight, if these are more.
+    """
     parameters: list[Any] = list(model.parameters())
     sizes = parameters[0].device_mesh.shape
-    return sum(-(-2 * (size - 1) * (16 + 2 * len(parameters)) // size) for size in sizes if math.prod(sizes) > 1)
+    sent = [256] * events + [2 * len(parameters) - 240] * (len(parameters) > 120)
+    return sum(-(-2 * (size - 1) * each // size) for size in sizes for each in sent if math.prod(sizes) > 1)
 
 
 def received_bytes(model: nn.Module, units: Sequence[nn.Module | Sequence[nn.Module]]) -> int:
@@ -105,7 +109,7 @@ def received_bytes(model: nn.Module, units: Sequence[nn.Module | Sequence[nn.Mod
     def lacks(parameters: Sequence[Any]) -> int:
         return sum(4 * (p.numel() - p.to_local().numel()) for p in parameters)
 
-    received = agreement_bytes(model) if schedule.reductions else 0
+    received = agreement_bytes(model, 3 if schedule.reductions else 2)
     received += sum(lacks([p for p in weights[unit] if p.ndim > 1]) for unit, _ in schedule.chunk_gathers)
     for weight, *_ in schedule.gathers:
         original_of = schedule.original_of[weight]

@@ -13,8 +13,19 @@ from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.distributed.tensor import DTensor
 
 import shardwright as sw
-from compilers import compiled
-from fsdp_models import Mlp, batch, flat_fully_shard, full, gradients, loss_of, part, shard, whole_loss, without_packing
+from fsdp_models import (
+    Mlp,
+    agreement_bytes,
+    batch,
+    flat_fully_shard,
+    full,
+    gradients,
+    loss_of,
+    part,
+    shard,
+    whole_loss,
+    without_packing,
+)
 from meshes import get_mesh
 from pool import Pool
 
@@ -69,7 +80,7 @@ def _accumulates(mesh_shape: tuple[int, ...], mode: str) -> None:
     units = [[*layer.parameters()] for layer in model.layers]
     units.insert(0, [model.enter.weight, model.enter.bias])
     lacking = [sum((p.numel() - p.to_local().numel()) * 4 for p in unit) for unit in units]
-    assert meter.received_bytes == sum(lacking[unit] for unit, *_ in kept.gathers)
+    assert meter.received_bytes == sum(lacking[unit] for unit, *_ in kept.gathers) + agreement_bytes(model)
     assert all(p.grad is None for p in model.parameters())
     # The next backward that reduces also reduces accumulated gradients, even of units without a gradient in it.
     expected = Mlp()

@@ -236,7 +236,7 @@ def _bytes_of(model: Model, schedule: Any) -> int:
     used = [[p for p in unit if not any(p is q for q in model.unused.parameters())] for unit in units]
     reduction = [sum((world - 1) * own(p) for p in unit) for unit in used]
     gathers, reductions = schedule.gathers, schedule.reductions
-    received = agreement_bytes(model) if reductions else 0
+    received = agreement_bytes(model, 3 if reductions else 2)
     return received + sum(gather[unit] for unit, *_ in gathers) + sum(reduction[unit] for unit, *_ in reductions)
 
 
