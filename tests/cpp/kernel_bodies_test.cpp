@@ -211,7 +211,7 @@ TEST(KernelBodies, CopiesOfMoreThan32BitsOfWords) {
   std::vector<uint64_t> memory((packed.size() + 7) / 8);
   std::memcpy(memory.data(), packed.data(), packed.size());
   const BoxTable table = table_at(memory.data(), boxes);
-  const int64_t last = copy_blocks(kWords) - 1;
+  const int64_t last = num_copy_blocks(kWords) - 1;
   for (const bool by_table : {false, true}) {
     for (const int64_t block : {int64_t{1} << 21, (int64_t{1} << 21) - 1, int64_t{1} << 22, last - 1, last}) {
       const int64_t begin = block * kWordsPerBlock;
@@ -388,7 +388,7 @@ void check_far_reduction() {
     if (!each->exists() || !sum.exists()) GTEST_SKIP() << "so much address space cannot be had";
     parts.at[m++] = each->items();
   }
-  const int64_t blocks = reduce_blocks(kWords);
+  const int64_t blocks = num_reduce_blocks(kWords);
   const int64_t begin = (blocks - 2) * kReduceThreads * kItems;
   for (int64_t i = begin; i < kWords * kItems; ++i) {
     first.items()[i] = 1;

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.distributed.tensor import DTensor
 
 import shardwright as sw
+from compilers import compiled
 from fsdp_models import (
     Mlp,
     agreement_bytes,

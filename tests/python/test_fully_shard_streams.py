@@ -151,8 +151,8 @@ def _overlap(prefetch: int | str, overlaps: bool) -> None:
     start_reduction = Unit.start_reduction
     seen: list[tuple[str, int, bool]] = []
 
-    def note_reduction(unit: Unit, weights: list[Weight]) -> Reduction | None:
-        reduction = start_reduction(unit, weights)
+    def note_reduction(unit: Unit, weights: list[Weight], drops_result: bool = False) -> Reduction | None:
+        reduction = start_reduction(unit, weights, drops_result)
         if reduction is not None:
             reduced[id(unit)] = [pending.work for _, pending in reduction.in_flight]
         return reduction
