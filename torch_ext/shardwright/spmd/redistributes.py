@@ -38,7 +38,7 @@ def redistribute(x: torch.Tensor, mesh: DeviceMesh, src: Mapping[str, Any], dst:
     if not names:
         return x
     before, after = [src[name] for name in names], [dst[name] for name in names]
-    key = groups.key_of_mesh(mesh), names, *before, *after, x.shape, x.dtype
+    key = mesh, groups.key_of_mesh(mesh), names, *before, *after, x.shape, x.dtype
     moves = _known.get_or_make(key, lambda: _Moves(mesh[names], before, after, x))
     if x.requires_grad and torch.is_grad_enabled():
         moved: torch.Tensor = _Redistribute.apply(x, moves)
