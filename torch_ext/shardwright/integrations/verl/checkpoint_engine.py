@@ -26,11 +26,10 @@ from verl.checkpoint_engine import base
 from ...layouts.errors import argument_error
 from ...loaders import in_connection
 from ...loaders.recording import Weights
-from ...rules import cast
 from ...rules.kinds import Rule
 from ...runtime.connecting import Connection, connect
-from ...transfers.transfer import Transfer, transfer
-from ..vllm.loading import checked_loader, default_backend, recorded
+from ...transfers.transfer import Transfer
+from ..vllm.loading import checked_loader, default_backend, planned, recorded
 from . import BACKEND
 
 ADDRESS = "shardwright.address"  # name of the only tensor that `receive_weights` yields
@@ -137,7 +136,7 @@ class Receiver(_Member):
             load = checked_loader(self._model, options.plain_methods)
             parameters = self._model.named_parameters()
             to = recorded(load, parameters, weights, options, link)
-            self._transfer = _planned(None, to, rules, options, link, self._device)
+            self._transfer = planned(None, to, rules, options, link, self._device)
         assert self._transfer is not None
         self._transfer.start().wait()
         if self._device.type != "cpu":
@@ -207,7 +206,7 @@ class CheckpointEngine(base.CheckpointEngine, _Member):
             _, rules, options = _from_trainer(link, (weights.weights, weights.rules, self._options))
             recorded(lambda _: None, (), weights.weights, options, link)
             ranks = link.ranks(TRAINER)
-            self._transfer = _planned(
+            self._transfer = planned(
                 lambda: in_connection(weights.state_dict(), ranks), None, rules, options, link, None
             )
         assert self._transfer is not None
@@ -231,12 +230,3 @@ def _from_trainer(link: Connection, told: object) -> Any:
     box = [told]
     dist.broadcast_object_list(box, group_src=link.ranks(TRAINER)[0], group=link.group)
     return box[0]
-
-
-def _planned(
-    source: Any, to: Any, rules: list[Rule], options: Options, link: Connection, device: torch.device | None
-) -> Transfer:
-    """Returns the transfer."""
-    casts = [cast(options.dtype)] if options.dtype is not None else []
-    given = {"only_changed": options.only_changed, "unused": options.unused, "group": link.group, "device": device}
-    return transfer(source, to, [*rules, *casts], **given)

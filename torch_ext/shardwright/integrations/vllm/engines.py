@@ -32,11 +32,9 @@ from ...layouts.errors import argument_error
 from ...layouts.layout import Layout, Mesh
 from ...loaders import in_connection
 from ...loaders.recording import Weights
-from ...rules import cast
 from ...runtime.connecting import Connection, connect
-from ...transfers.transfer import transfer
 from . import BACKEND
-from .loading import LoadedWeights, default_backend, recorded
+from .loading import LoadedWeights, default_backend, planned, recorded
 
 
 @dataclass(kw_only=True)
@@ -88,7 +86,7 @@ class ServerEngine(WeightTransferEngine[ServerInitInfo, UpdateInfo]):
         self._loaded = LoadedWeights(self.model, model_config, init_info.plain_methods)
         weights = _shapes(init_info)
         to = self._loaded.destinations(lambda load, parameters: recorded(load, parameters, weights, init_info, link))
-        self._transfer = _planned(None, to, init_info, link, self.device)
+        self._transfer = planned(None, to, [], init_info, link, self.device)
 
     def start_weight_update(self) -> None:
         """Does nothing: an update needs no preparation."""
@@ -201,7 +199,7 @@ class TrainerEngine(TrainerWeightTransferEngine[TrainerInfo]):
         self._link = connect(store, "trainer", init_info.world_size, backend=init_info.group_backend)
         recorded(lambda _: None, (), _shapes(init_info), init_info, self._link)
         parts = _local_parts(self.source, self._link.ranks("trainer"))
-        self._transfer = _planned(parts, None, init_info, self._link, None)
+        self._transfer = planned(parts, None, [], init_info, self._link, None)
 
     def _with_workers(self, call: Callable[[], object], own: Callable[[], object]) -> None:
         """Runs `own`, and on the sender at the same time `call`, which returns when the workers are done."""
@@ -220,13 +218,6 @@ class TrainerEngine(TrainerWeightTransferEngine[TrainerInfo]):
 def _shapes(init_info: ServerInitInfo) -> Weights:
     """Returns the shape and dtype of each weight, by name."""
     return {name: (shape, getattr(torch, dtype)) for name, shape, dtype in init_info.weights}
-
-
-def _planned(source: Any, to: Any, info: Any, link: Connection, device: torch.device | None) -> Any:
-    """Returns the transfer of one side."""
-    rules = [cast(info.dtype)] if info.dtype is not None else []
-    options = {"only_changed": info.only_changed, "unused": info.unused, "group": link.group, "device": device}
-    return transfer(source, to, rules, **options)
 
 
 def _has_local_parts(source: Any) -> bool:

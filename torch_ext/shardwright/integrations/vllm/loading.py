@@ -5,7 +5,7 @@ Follows vllm/model_executor/model_loader/reload of vLLM 0.32 and 0.33.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,10 @@ import torch.distributed as dist
 from ...layouts.errors import argument_error
 from ...loaders import recorded_destination
 from ...loaders.recording import Load, Weights
+from ...rules import cast
+from ...rules.kinds import Rule
 from ...runtime.connecting import Connection
+from ...transfers.transfer import Transfer, transfer
 
 # Classes of `quant_method` and of attention that leave weights on CUDA as the loader writes them.
 PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
@@ -83,7 +86,9 @@ class LoadedWeights:
             for layer, weights in self._layers.items():
                 info = layerwise.get_layerwise_info(layer)
                 layerwise.materialize_layer(layer, info)
-                _copy(weights, layerwise.get_layer_tensors(layer))
+                tensors = layerwise.get_layer_tensors(layer)
+                for name, weight in weights.items():
+                    tensors[name].copy_(weight)
                 layerwise._layerwise_process(layer, info)
         finally:
             self._end_reload()
@@ -149,11 +154,6 @@ def _tensors_as_loaded(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensors[name] for name in on_meta}
 
 
-def _copy(source: Mapping[str, torch.Tensor], to: Mapping[str, torch.Tensor]) -> None:
-    for name, tensor in source.items():
-        to[name].copy_(tensor)
-
-
 def recorded(
     load: Load, parameters: Iterable[tuple[str, torch.Tensor]], weights: Weights, options: Any, link: Connection
 ) -> dict[str, tuple[torch.Tensor, Any]]:
@@ -166,6 +166,19 @@ def recorded(
     """
     lists = {"unused": options.unused, "unwritten": options.unwritten}
     return recorded_destination(load, weights, range(link.world_size), parameters=parameters, group=link.group, **lists)
+
+
+def planned(
+    source: Any, to: Any, rules: Sequence[Rule], options: Any, link: Connection, device: torch.device | None
+) -> Transfer:
+    """Returns the transfer of one side of the connection. The weights are cast after `rules`.
+
+    Args:
+        options: has `dtype`, of vLLM's parameters or None, `only_changed` and `unused`, as in `transfer`.
+    """
+    casts = [cast(options.dtype)] if options.dtype is not None else []
+    given = {"only_changed": options.only_changed, "unused": options.unused, "group": link.group, "device": device}
+    return transfer(source, to, [*rules, *casts], **given)
 
 
 def default_backend() -> str:
