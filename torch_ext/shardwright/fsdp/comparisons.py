@@ -10,9 +10,9 @@ Ranks compare at *events*:
     end of a backward          before the reduction of gradients that are left
     end of a forward           if it is without gradients
 
-So ranks that follow a schedule compare twice in a training step. Each comparison takes the maximum of `HEAD_BYTES` over
-all dims of a mesh. They begin with a digest of the event and of all transfers since the last one. If digests differ,
-ranks exchange texts, and all of them raise. Equal sizes let different events meet.
+So ranks that follow a schedule compare three times in a training step. Each comparison takes the maximum of
+`HEAD_BYTES` over all dims of a mesh. They begin with a digest of the event and of all transfers since the last one. If
+digests differ, ranks exchange texts, and all of them raise. Equal sizes let different events meet.
 
 If a mesh has groups without a CPU backend (NCCL alone), the host would wait for the device. There, ranks compare only
 at ends, and only there find out that messages of equal sizes were mixed up.
@@ -56,9 +56,10 @@ class Comparisons:
         for unit_index, unit in enumerate(units):
             for which, weight in enumerate(unit.weights):
                 self.on_mesh.setdefault(weight.mesh, []).append((unit_index, which))
-        self._model = (
-            0  # number of this model, which is equal on its ranks and differs from those of their other models
-        )
+        # Indices of the units with a weight on each mesh, and of all units.
+        self._units_on = {mesh: {unit_index for unit_index, _ in found} for mesh, found in self.on_mesh.items()}
+        self._index_of = {unit: index for index, unit in enumerate(units)}
+        self._model = 0  # number of this model: equal on its ranks, other than those of their other models
         self._are_slow = {mesh: not all(map(agreement.has_cpu, mesh.get_all_groups())) for mesh in self.on_mesh}
 
     @property
@@ -150,8 +151,8 @@ class Comparisons:
         Ranks agree if and only if the maximum of each byte over ranks and that of its complement sum to 255. Example:
         bytes 3 and 5 have complements 252 and 250, and the maxima 5 and 252 sum to 257.
         """
-        units = [index for index, unit in enumerate(self._units) if any(w.mesh == mesh for w in unit.weights)]
-        gathered = [index for index in map(self._units.index, self.gathered) if index in units]
+        units = self._units_on[mesh]
+        gathered = [index for unit in self.gathered if (index := self._index_of[unit]) in units]
         started = [each for each in self.started if each[0] in units]
         text = repr((self._model, event, gathered, started, str(self.error)))
         digest = hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).digest()
