@@ -89,11 +89,11 @@ def gradients(model: nn.Module) -> list[Any]:
 def agreement_bytes(model: nn.Module, events: int = 3) -> int:
     """Returns the bytes a rank receives in comparisons: for each event, an all-reduce of 256 bytes per mesh dim.
 
-    The last event, the end of a backward, has 16 bytes and two for each weight, if these are more.
+    The last event, the end of a backward, has 16 bytes and one for each weight, if these are more.
     """
     parameters: list[Any] = list(model.parameters())
     sizes = parameters[0].device_mesh.shape
-    sent = [256] * events + [2 * len(parameters) - 240] * (len(parameters) > 120)
+    sent = [256] * events + [len(parameters) - 240] * (len(parameters) > 240)
     return sum(-(-2 * (size - 1) * each // size) for size in sizes for each in sent if math.prod(sizes) > 1)
 
 

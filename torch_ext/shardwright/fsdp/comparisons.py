@@ -3,8 +3,8 @@
 Ranks compare at *events*:
 
     first use of a model       before they compare its units and arguments
-    beginning of a sequence    before its first transfer
-    beginning of a backward    before its first transfer
+    beginning of a sequence    before its first transfer, with the next event if it has none
+    beginning of a backward    before its first transfer, with the next event if it has none
     each gather and reduction  before it starts, in a sequence that follows no schedule
     leaving a schedule         after the transfers that ranks which follow the schedule start before their next event
     end of a backward          before the reduction of gradients that are left
@@ -48,6 +48,7 @@ class Comparisons:
         self._units = units
         self._device = device
         self.compares_transfers = False  # each gather and reduction is an event
+        self._deferred: list[str] = []  # events to compare before the next transfer
         self.gathered: list[Unit] = []  # since the last event
         self.started: list[tuple[int, tuple[int, ...]]] = []  # reductions in this backward: unit index, weight indices
         # An error in the running backward. It is raised at the end, because other ranks wait for transfers until then.
@@ -60,6 +61,7 @@ class Comparisons:
         self._units_on = {mesh: {unit_index for unit_index, _ in found} for mesh, found in self.on_mesh.items()}
         self._index_of = {unit: index for index, unit in enumerate(units)}
         self._model = 0  # number of this model: equal on its ranks, other than those of their other models
+        self._words = {mesh: MeshWords(mesh, device) for mesh in self.on_mesh}
         self._are_slow = {mesh: not all(map(agreement.has_cpu, mesh.get_all_groups())) for mesh in self.on_mesh}
 
     @property
@@ -73,22 +75,40 @@ class Comparisons:
         is_alone = all(mesh.size() == 1 for mesh in self.on_mesh)
         return not is_alone and not any(self._are_slow.values()) and not self.is_captured
 
-    def compare(self, event: str, is_end: bool = False) -> None:
+    def defer(self, event: str) -> None:
+        """Compares an event before the next transfer, or with the next event if that comes first."""
+        if any(self._are_slow.values()):
+            self.compare(event)
+        elif not self.is_captured:
+            self._deferred.append(event)
+
+    def compare(
+        self, event: str, is_end: bool = False, tables: Mapping[DeviceMesh, bytes] | None = None
+    ) -> dict[DeviceMesh, bytes]:
         """Compares an event and the transfers before it with other ranks. Collective.
 
         Args:
             event: a text that is equal on all ranks, for errors.
             is_end: compare also on slow meshes, if weights were gathered there.
+            tables: bytes to exchange on some meshes, in equal numbers on all ranks.
+
+        Returns:
+            The maximum of each byte of the tables over the ranks of their mesh; nothing in a capture.
 
         Raises:
             ValueError: on all ranks of a mesh that differ. A rank with an `error` raises that instead.
         """
+        tables, largest = tables or {}, {}
+        event = "; ".join([*self._deferred, event])
         for mesh in () if self.is_captured else self.on_mesh:
             gathers = (weight.mesh == mesh for unit in self.gathered for weight in unit.weights)
-            if not self._are_slow[mesh] or (is_end and any(gathers)):
-                self.exchange(mesh, event)
+            if mesh in tables or not self._are_slow[mesh] or (is_end and any(gathers)):
+                largest[mesh] = self._exchange(mesh, event, tables.get(mesh, b""))
         if is_end or not any(self._are_slow.values()):
-            self.end()
+            self.forget()
+            if self.error is not None:
+                raise self.error
+        return largest
 
     def compare_units(self, options: Mapping[str, object]) -> None:
         """Compares units and options between ranks. Collective among the ranks of the units' meshes.
@@ -106,25 +126,23 @@ class Comparisons:
             fields = {"number of units": len(on_mesh), **{name: str(value) for name, value in options.items()}, **units}
             mismatch = "have different modules or arguments"
             remedy = "Pass the same modules and arguments, in the same order, on all ranks of a mesh"
-            words = MeshWords(mesh, self._device)
+            words = self._words[mesh]
             words.compare(Statement("sw.fully_shard", fields, {}, mismatch, remedy))
             self._model = max(self._model, *words.largest([_models + 1]))
         _models, _latest_unit = max(self._model, _models), self._units[0].number
 
-    def exchange(self, mesh: DeviceMesh, event: str, table: bytes = b"") -> bytes:
+    def _exchange(self, mesh: DeviceMesh, event: str, table: bytes) -> bytes:
         """Compares like `compare` on one mesh. Returns the maximum of each byte of `table` over its ranks."""
-        words = MeshWords(mesh, self._device)
+        words = self._words[mesh]
         message = self._digest(mesh, event) + table
         head = bytes(words.largest(message[:HEAD_BYTES].ljust(HEAD_BYTES, b"\0")))
         self._check(words, event, head)
         rest = message[HEAD_BYTES:]
         return (head[2 * _DIGEST_BYTES :] + (bytes(words.largest(rest)) if rest else b""))[: len(table)]
 
-    def end(self) -> None:
-        """Forgets the compared gathers, and raises the error that all ranks have, if any."""
-        self.gathered = []
-        if self.error is not None:
-            raise self.error
+    def forget(self) -> None:
+        """Forgets the events and gathers that were not compared yet."""
+        self._deferred, self.gathered = [], []
 
     def note_gather(self, unit: Unit) -> None:
         """Notes that a gather of a unit starts, after a comparison if it is an event."""
@@ -142,7 +160,7 @@ class Comparisons:
             for mesh in dict.fromkeys(weight.mesh for weight in unit.weights):
                 mine = Statement("sw.fully_shard", {kind: unit.name})
                 checking.compare_calls(mine, mesh.mesh.flatten().tolist(), dist.get_rank(), event)
-        if self.compares_transfers:
+        if self.compares_transfers or self._deferred:
             self.compare(event)
 
     def _digest(self, mesh: DeviceMesh, event: str) -> bytes:
@@ -166,7 +184,7 @@ class Comparisons:
         mismatch = "have used different modules in this step, or some have failed; its gradients are not valid"
         remedy = "Run the same units in the same order on all ranks of a mesh"
         mine = Statement("sw.fully_shard", self._texts(words.mesh, event), mismatch=mismatch, remedy=remedy)
-        self.gathered = []
+        self.forget()
         try:
             words.compare(mine)
         except ValueError as error:

@@ -38,6 +38,11 @@ class Departures:
         with self._aborting():
             self.reductions.comparisons.note_gather(unit)
 
+    def _defer(self, event: str) -> None:
+        """Compares an event before the next transfer, or with the next event if that comes first."""
+        with self._aborting():
+            self.reductions.comparisons.defer(self._reach(event))
+
     def _compare(self, event: str, is_end: bool = False) -> None:
         """Compares an event with other ranks. If they differ, aborts the step and raises."""
         with self._aborting():

@@ -13,6 +13,7 @@ from torch.distributed import fsdp
 from torch.distributed.fsdp import FSDPModule
 
 from ..layouts.errors import argument_error
+from ..runtime.agreement import MeshWords
 from .chunks import linear_forward
 from .reads import SavedWeightHooks
 from .runner import Runner
@@ -97,7 +98,9 @@ class ShardedModule(FSDPModule):
                 getattr(self, ATTRIBUTE).ready_runner()
             unit.adopt_changes()
             with torch.no_grad():
-                forget_written_copies([unit], unit.device)
+                forget_written_copies(
+                    [unit], lambda flags: {mesh: MeshWords(mesh, unit.device).largest(flags[mesh]) for mesh in flags}
+                )
                 if unit.is_resident and (unit.is_stale or unit.chunked_gather is not None):
                     unit.release()
                 if not unit.is_resident:

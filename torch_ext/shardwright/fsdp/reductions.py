@@ -97,23 +97,19 @@ class Reductions:
     def _agree(self, event: str) -> dict[int, list[int]]:
         """Returns, by unit index, the indices of weights that have an unreduced gradient on some rank. Sets `_used`.
 
-        Collective among the ranks of each mesh: they take the maximum of the two `_flags` of each weight.
+        Collective among the ranks of each mesh: they take the maximum of each weight's `_state`.
         """
-        is_captured = self.comparisons.is_captured
         late: dict[int, list[int]] = {}  # by unit: weights that were not reduced yet
         self._used = set()
+        states = {mesh: bytes(map(self._state, indices)) for mesh, indices in self.comparisons.on_mesh.items()}
+        states |= self.comparisons.compare(event, is_end=True, tables=states)
         for mesh, indices in self.comparisons.on_mesh.items():
-            table = bytes(flag for index in indices for flag in self._flags(index))
-            if not is_captured:
-                table = self.comparisons.exchange(mesh, event, table)
-            for i, index in enumerate(indices):
-                had_gradient, is_unreduced = table[2 * i : 2 * i + 2]
-                if had_gradient or is_unreduced:
+            for index, state in zip(indices, states[mesh], strict=True):
+                if state > 0:
                     self._used.add(index)
-                if is_unreduced:
+                if state == 2:
                     late.setdefault(index[0], []).append(index[1])
-        self.comparisons.end()
-        if is_captured and late:
+        if self.comparisons.is_captured and late:
             names = [self._weight((unit, which)).name for unit, several in late.items() for which in several]
             raise RuntimeError(
                 "the captured backward must use the same weights as the steps before the capture, got gradients also "
@@ -125,7 +121,8 @@ class Reductions:
         """Returns the weight at an index."""
         return self._units[index[0]].weights[index[1]]
 
-    def _flags(self, index: WeightIndex) -> tuple[bool, bool]:
-        """Returns two flags of this rank: it had a gradient of the weight; it must still reduce that gradient."""
+    def _state(self, index: WeightIndex) -> int:
+        """Returns 2 if this rank must still reduce a gradient of the weight, 1 if it only had one, 0 if it had none."""
         weight = self._weight(index)
-        return weight.had_gradient, weight.has_gradient and self._units[index[0]].unit_options.reduces
+        must_reduce = weight.has_gradient and self._units[index[0]].unit_options.reduces
+        return 2 if must_reduce else int(weight.had_gradient)

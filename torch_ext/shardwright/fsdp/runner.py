@@ -236,7 +236,7 @@ class Runner(Departures):
         self._backward_callback = weakref.ref(end, functools.partial(_to_sharded_after_failure, weakref.ref(self)))
         torch.autograd.Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
         if self._key is not None:  # otherwise a sequence begins, which is an event too
-            self._compare("beginning of a backward")
+            self._defer("beginning of a backward")
             self._is_past_forward = True
 
     @torch.no_grad()
@@ -368,7 +368,7 @@ class Runner(Departures):
         parameters were written. Sets the scales of quantized weights."""
         self._uses = []
         plan = self._plans.get(key)
-        self._compare(key.text(self.units) + ("" if plan is None else ", scheduled"))
+        self._defer(key.text(self.units) + ("" if plan is None else ", scheduled"))
         self._key, self._plan = key, plan
         self._is_past_forward = key.kind != "forward"
         self.reductions.comparisons.compares_transfers = plan is None and self.reductions.comparisons.are_complete
@@ -387,7 +387,9 @@ class Runner(Departures):
         for unit in self.units:
             if not unit.forwards:  # `begin_forward` has done this for the unit that opens
                 unit.adopt_changes()
-        forget_written_copies(self.units, self.device)
+        with self._aborting():
+            comparisons = self.reductions.comparisons
+            forget_written_copies(self.units, lambda flags: comparisons.compare("flags of writes", tables=flags))
         scaled = [unit for unit in self.units if any(w.gather.format.needs_amax for w in unit.weights)]
         for unit in scaled:
             unit.start_refresh()

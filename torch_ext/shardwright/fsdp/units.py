@@ -20,7 +20,7 @@ import dataclasses
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._native import _runtime
-from ..runtime.agreement import MeshWords
 from . import offload, packing
 from .gather import set_scales
 from .gradients import Reduction
@@ -472,17 +471,21 @@ def is_in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def forget_written_copies(units: Sequence[Unit], device: torch.device) -> None:
+def forget_written_copies(
+    units: Sequence[Unit], largest: Callable[[dict[DeviceMesh, bytes]], Mapping[DeviceMesh, Sequence[int]]]
+) -> None:
     """Marks copies of a unit's parameters as stale if any rank has written the parameters since the copies were made.
 
     Versions do not show all writes, such as writes to tensors of a state dict, so fingerprints are compared too.
-    Collective among the ranks of the units' meshes if any unit has copies.
+    `largest`: returns the maximum of each byte over the ranks of a mesh. Called, for all meshes, if a unit has copies.
     """
-    if device.type != "cpu" and _runtime.is_capturing(device.type):
+    on_meshes = by_mesh([unit for unit in units if unit.has_copies])
+    device = units[0].device
+    if not on_meshes or (device.type != "cpu" and _runtime.is_capturing(device.type)):
         return  # a capture can compare versions only
-    for mesh, on_mesh in by_mesh([unit for unit in units if unit.has_copies]).items():
-        was_written = MeshWords(mesh, device).largest(bytes(unit.was_written() for unit in on_mesh))
-        for unit, is_written in zip(on_mesh, was_written, strict=True):
+    flags = {mesh: bytes(unit.was_written() for unit in on_mesh) for mesh, on_mesh in on_meshes.items()}
+    for mesh, was_written in largest(flags).items():
+        for unit, is_written in zip(on_meshes.get(mesh, ()), was_written):
             if is_written:
                 unit.forget_copies()
 
