@@ -23,10 +23,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = [
-    ROOT / "docs" / name
-    for name in ("index.md", "supported.md", "benchmarks.md", "links.md", "views.md", "integrations.md")
-]
+NAMES = ("index.md", "supported.md", "benchmarks.md", "links.md", "views.md", "integrations.md")
+PAGES = [ROOT / "README.md", *(ROOT / "docs" / name for name in NAMES)]
 END = "<!-- end -->"
 WIDTH = 120
 
@@ -400,23 +398,62 @@ def ratios_of(file: str, usual: str, ours: str) -> list[float]:
     return [row["us"][usual] / row["us"][ours] for row in results(file)["rows"]]
 
 
-def transformers() -> list[str]:
-    rows = []
+COSTS = ["time, stock / ours", "received, stock / ours", "memory, stock / ours"]
+
+
+def costs(times: dict[str, float], received: dict[str, float], peak: dict[str, float]) -> list[str]:
+    """Returns the cells below `COSTS`, from milliseconds and bytes of both contenders."""
+    sizes = [[number(count[way] / 2**20) for way in ("stock", "ours")] for count in (received, peak)]
+    return [f"{times['stock']:,.0f} / {times['ours']:,.0f} ms", *(f"{stock} / {ours} MiB" for stock, ours in sizes)]
+
+
+def transformers_rows() -> dict[str, list[str]]:
+    """Returns by case: what you change, our calls, and costs."""
+    rows = {}
     for row in results("transformers-torch2.15.0")["rows"]:
-        ours = ", ".join(f"{count} {name}" for name, count in row["ours"]["our_calls"].items())
-        pairs = [[row[way][key] / 2**20 for way in ("stock", "ours")] for key in ("received_bytes", "peak_bytes")]
-        sizes = [f"{number(stock)} / {number(mine)} MiB" for stock, mine in pairs]
-        times = f"{row['stock']['ms']:,.0f} / {row['ours']['ms']:,.0f} ms"
-        rows.append([row["case"], row["change"], ours or "–", times, *sizes])
-    head = [
-        "what",
-        "what you change",
-        "our calls",
-        "time, stock / ours",
-        "received, stock / ours",
-        "memory, stock / ours",
+        calls = ", ".join(f"{count} {name}" for name, count in row["ours"]["our_calls"].items())
+        both = [{way: row[way][key] for way in ("stock", "ours")} for key in ("ms", "received_bytes", "peak_bytes")]
+        rows[row["case"]] = [row["change"], calls or "–", *costs(*both)]
+    return rows
+
+
+def transformers() -> list[str]:
+    head = ["what", "what you change", "our calls", *COSTS]
+    return table(head, [[case, *cells] for case, cells in transformers_rows().items()])
+
+
+def torchtitan_rows() -> dict[str, list[str]]:
+    """Returns by case: our calls in a step, and costs of a step."""
+    rows = {}
+    for row in results("torchtitan-torch2.15.0")["torchtitan"]:
+        dispatches = f", {row['dispatches_per_step']} dispatches" if row["dispatches_per_step"] else ""
+        times = {way: 1000 * seconds for way, seconds in row["seconds"].items()}
+        cells = costs(times, row["received_bytes"], row["peak_bytes"])
+        rows[row["case"]] = [f"{row['calls_per_step']} calls{dispatches}", *cells]
+    return rows
+
+
+def torchtitan() -> list[str]:
+    rows = [[case, *cells] for case, cells in torchtitan_rows().items()]
+    for cells, row in zip(rows, results("torchtitan-torch2.15.0")["torchtitan"]):
+        cells += [number(row["cpu_seconds_ratio"]), f"{row['largest_loss_difference']:.0e}"]
+    return table(["model", "our calls in a step", *COSTS, "CPU time, of stock's", "largest difference of losses"], rows)
+
+
+def clients_in_short() -> list[str]:
+    titan, hugging = torchtitan_rows(), transformers_rows()
+    shown = {
+        "step, FSDP 4": "transformers 5.24: a step, FSDP over 4",
+        "step, TP 4, over the sequence": "a step, tensor parallelism over 4, sharded sequence",
+        "saving, FSDP 2 x TP 2": "saving, FSDP 2 x TP 2",
+    }
+    rows = [
+        ["torchtitan 0.3: a step, weights sharded over 4", "one flag", *titan["Llama 3, sharded weights"]],
+        ["a step, sharded over 2 x tensor parallelism over 2", "one flag", *titan["Llama 3, 2 x 2"]],
+        ["a step of a model with experts, over 2", "one flag", *titan["Qwen3 MoE, experts over 2"]],
+        *([name, *hugging[case]] for case, name in shown.items()),
     ]
-    return table(head, rows)
+    return table(["what you run", "what you change", "our calls", *COSTS], rows)
 
 
 PARTS: dict[str, Callable[[], list[str]]] = {
@@ -435,6 +472,8 @@ PARTS: dict[str, Callable[[], list[str]]] = {
     "attention on two levels": attention_on_two_levels,
     "einsum": einsum,
     "transformers": transformers,
+    "torchtitan": torchtitan,
+    "clients in short": clients_in_short,
     "overhead": overhead,
     "planning": planning,
     "planning on four meshes": hunt,
