@@ -12,7 +12,7 @@ namespace {
 
 constexpr int64_t kMaxElements = int64_t{1} << 57;  // no tensor has more (Layout::kMaxBytesOnAllRanks)
 
-// Throws UserError if the sizes of the rule `name` are none, negative, or more than kMaxElements together.
+// Throws UserError if there are no sizes, or if one is negative or their sum exceeds kMaxElements. `name` is the rule.
 void check_sizes(const char* name, const std::vector<int64_t>& sizes) {
   check_user(!sizes.empty(), "placements: sizes of ", name, " must be a list of at least one integer, got none");
   int64_t left = kMaxElements;
@@ -23,7 +23,7 @@ void check_sizes(const char* name, const std::vector<int64_t>& sizes) {
   }
 }
 
-// Throws UserError if the size of a block is out of range. `name` is "block of Blocks" or another number of a rule.
+// Throws UserError if a block or unit is out of range. `name` is the number and its rule, such as "block of Blocks".
 void check_block(const char* name, int64_t block) {
   check_user(block >= 1 && block <= CutRule::kMaxBlock, "placements: ", name, " must be in [1, 2^31], got ", block);
 }
@@ -375,10 +375,8 @@ std::optional<std::vector<std::vector<Interval>>> CutRule::lists_from_encoding(c
 }
 
 CutRule CutRule::from_encoding(const std::vector<int64_t>& encoding) {
-  const auto is_long = [&](size_t numbers) {
-    return encoding.size() == numbers;
-  };  // the encoding has this many integers
-  if (is_long(1) && encoding[0] > 0) return CutRule(encoding[0]);
+  const auto has_length = [&](size_t length) { return encoding.size() == length; };
+  if (has_length(1) && encoding[0] > 0) return CutRule(encoding[0]);
   if (encoding.size() >= 2) {
     const bool has_sizes = encoding[1] >= 0 && static_cast<uint64_t>(encoding[1]) == encoding.size() - 2;
     const std::vector<int64_t> sizes(encoding.begin() + 2, encoding.end());
@@ -392,9 +390,9 @@ CutRule CutRule::from_encoding(const std::vector<int64_t>& encoding) {
     }
     if (encoding[0] == -static_cast<int64_t>(Kind::kRagged) && has_sizes) return ragged(sizes);
     if (encoding[0] == -static_cast<int64_t>(Kind::kPacked) && has_sizes) return packed(sizes);
-    if (encoding[0] == -static_cast<int64_t>(Kind::kBlocks) && is_long(2)) return blocks(encoding[1]);
-    if (encoding[0] == -static_cast<int64_t>(Kind::kCyclic) && is_long(2)) return cyclic(encoding[1]);
-    if (encoding[0] == -static_cast<int64_t>(Kind::kOwned) && is_long(2)) return owned(encoding[1]);
+    if (encoding[0] == -static_cast<int64_t>(Kind::kBlocks) && has_length(2)) return blocks(encoding[1]);
+    if (encoding[0] == -static_cast<int64_t>(Kind::kCyclic) && has_length(2)) return cyclic(encoding[1]);
+    if (encoding[0] == -static_cast<int64_t>(Kind::kOwned) && has_length(2)) return owned(encoding[1]);
   }
   throw UserError(concat("placements: numbers of a cut must encode a cut rule, got (", join(encoding), ")"));
 }

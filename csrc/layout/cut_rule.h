@@ -11,7 +11,7 @@
 // Invariants:
 //   - Every position goes to at least one coordinate, and to no coordinate twice.
 //   - If is_partition(), every position goes to exactly one coordinate, and parts of an ascending list ascend. Only
-//     `pieces` can make a rule that is no partition. Rearrangements move layouts with such a rule
+//     `pieces` can make a rule that is not a partition. Layouts with such a rule are moved by rearrangements
 //     (exchange/indexed_exchange.h).
 #pragma once
 
@@ -123,8 +123,8 @@ class CutRule {
   size_t hash() const;
   bool operator==(const CutRule& other) const;
 
-  // Returns the placement of such a cut as text: "S(0)", "SS(0,2)", "Ragged(0,3:1:4)", "Blocks(0,128)", "Cyclic(0,2)",
-  // "Owned(0,1)", "Packed(0,8:4:4)", "Packed(0,8:4:4,2)", "Pieces(0,0-2+6-8:2-6)".
+  // Returns the placement that cuts a tensor dim by this rule, as text: "S(0)", "SS(0,2)", "Ragged(0,3:1:4)",
+  // "Blocks(0,128)", "Cyclic(0,2)", "Owned(0,1)", "Packed(0,8:4:4)", "Packed(0,8:4:4,2)", "Pieces(0,0-2+6-8:2-6)".
   std::string text(int64_t tensor_dim) const;
 
  private:

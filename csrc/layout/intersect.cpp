@@ -136,6 +136,7 @@ SharedRuns runs_within(const Interval& range, const IntervalList& list) {
         if (interval.begin < range.end) end = std::min((range.end - interval.begin - 1) / period + 1, count);
       }
       if (first >= end) continue;
+      // Numbers of indices of the first and of the last of these repetitions that are outside of the range.
       const int64_t cut_off = std::max<int64_t>(range.begin - interval.begin - first * period, 0);
       const int64_t left_out = std::max<int64_t>(interval.end + (end - 1) * period - range.end, 0);
       const int64_t a_position = interval.begin + first * period + cut_off - range.begin;

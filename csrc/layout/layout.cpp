@@ -190,7 +190,7 @@ Layout::Layout(MeshPtr mesh, std::vector<int64_t> shape, DType dtype, std::vecto
     for (int d = 0; d < mesh_->ndim(); ++d) {
       const bool is_known = std::find(mesh_dims.begin(), mesh_dims.end(), d) != mesh_dims.end();
       if (is_known || !placements_[d].is_shard_like() || placements_[d].dim != t) continue;
-      // An order may leave out mesh dims of size 1. Their place in it matters only if their rule is no partition.
+      // An order may leave out mesh dims of size 1. Their place in it matters only if their rule is not a partition.
       if (!has_order || !placements_[d].rule.is_partition()) mesh_dims.push_back(d);
     }
     for (const int d : mesh_dims) cuts_[t].push_back({d, placements_[d].rule});
@@ -348,6 +348,7 @@ int64_t Layout::largest_position() const {
       position += *std::max_element(all.begin(), all.end(), has_less);
       continue;
     }
+    // The first chunk is the largest, so position 0 has a largest part.
     const bool all_chunks = std::all_of(cuts.begin(), cuts.end(), [](const Cut& c) { return c.rule.is_chunks(); });
     if (!all_chunks) position += shardwright::largest_position(*mesh_, shape_[t], cuts);
   }

@@ -82,7 +82,7 @@ class Layout {
   int ndim() const { return static_cast<int>(shape_.size()); }
   const DType& dtype() const { return dtype_; }
   const std::vector<Placement>& placements() const { return placements_; }
-  // The cuts of a tensor dim in shard order. Mesh dims of size 1 are left out unless their rule is no partition.
+  // The cuts of a tensor dim in shard order. Mesh dims of size 1 are left out unless their rule is not a partition.
   const std::vector<Cut>& cuts(int tensor_dim) const { return cuts_[tensor_dim]; }
   const std::vector<std::vector<Cut>>& cuts() const { return cuts_; }
   // Returns the number of elements of the global tensor. A restricted layout counts only the kept indices.
@@ -112,9 +112,9 @@ class Layout {
   // `partials`, which has one placement per mesh dim. A mesh dim may have at most one cut or reduction.
   Layout with(std::vector<std::vector<Cut>> cuts, const std::vector<Placement>& partials) const;
 
-  // Returns this layout restricted to some indices of a tensor dim, which ascend. Each rank keeps the elements of its
-  // part with these indices; regions and local shapes are those of the kept elements. Indices, shape() and cuts() stay
-  // those of the full tensor, so lengths of parts cannot be derived from the cuts.
+  // Returns this layout restricted to these indices of a tensor dim, in ascending order. Each rank keeps the elements
+  // of its part with these indices; regions and local shapes are those of the kept elements. Indices, shape() and
+  // cuts() stay those of the full tensor, so lengths of parts cannot be derived from the cuts.
   Layout restricted_to(int tensor_dim, IntervalList indices) const;
   bool is_restricted() const { return indices_ != nullptr; }
   // Returns the indices of `list`, a list of a tensor dim, that the restriction keeps.
@@ -145,8 +145,8 @@ class Layout {
   std::shared_ptr<const IntervalList> indices_;
 };
 
-// True if a move between two layouts of one tensor is a rearrangement (exchange/indexed_exchange.h): one of them is no
-// partition, or they flatten different numbers of dims.
+// True if a move between two layouts of one tensor is a rearrangement (exchange/indexed_exchange.h): one of them is not
+// a partition, or they flatten different numbers of dims.
 bool needs_rearrangement(const Layout& a, const Layout& b);
 
 }  // namespace shardwright

@@ -120,8 +120,8 @@ class PeriodicOverlap {
     list(begin_ + times * period);
   }
 
-  // Appends the intersection of one side's run with the other side's range `other`: the full repetitions of `other`
-  // within the run, and the partial repetitions before and after them.
+  // Appends the intersection of a run of a (or of b, if not is_of_a) with the range `other` of the other side: the full
+  // repetitions of `other` within the run, and the partial repetitions before and after them.
   template <bool is_of_a>
   void take_run(const KeyRun& run, const PeriodicRuns& other) const {
     const int64_t end = run.key + run.length;

@@ -6,7 +6,8 @@
 namespace shardwright {
 namespace {
 
-// Appends products with one list of columns. A sequence is *listed* if its repetitions are stored as single intervals.
+// Appends products with one list of columns. Stores rows as repetitions of one row or one by one, whichever takes fewer
+// intervals.
 class Product {
  public:
   Product(const IntervalList& columns, int64_t size, int64_t most)
@@ -24,6 +25,7 @@ class Product {
       append(out, {rows.begin * size_, rows.end * size_});
       return true;
     }
+    // In repetitions of one row, repetitions of the columns are not stored once.
     const bool is_shorter_by_rows = rows.extent() > 1 && listed_ / rows.extent() <= kept_;
     if (ascends_ && is_shorter_by_rows && listed_ <= most_) {
       const IntervalList first = shifted(columns_, rows.begin * size_);
@@ -79,9 +81,8 @@ class Product {
 std::optional<IntervalList> product_of(const IntervalList& rows, const IntervalList& columns, int64_t size,
                                        int64_t most) {
   IntervalList out;
-  if (columns.empty() || !Product(columns, size, most).append_all(out, rows)) {
-    return columns.empty() ? std::optional<IntervalList>(out) : std::nullopt;
-  }
+  if (columns.empty()) return out;
+  if (!Product(columns, size, most).append_all(out, rows)) return std::nullopt;
   return out;
 }
 

@@ -25,7 +25,7 @@ bool repeat(const IntervalList& a, const IntervalList& b) { return a.has_repeats
 
 }  // namespace
 
-// Lists that do not ascend are listed; ascending lists of one length are equal if they share all indices.
+// Ascending lists of one length are equal if they share all indices. Other lists are compared interval by interval.
 bool operator==(const IntervalList& a, const IntervalList& b) {
   if (a.is_identical(b)) return true;
   if (!repeat(a, b) || a.size() != b.size() || length(a) != length(b)) return false;

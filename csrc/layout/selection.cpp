@@ -53,8 +53,8 @@ std::vector<EvenPieces> even_pieces(const PieceList& pieces) {
     for (const Piece& piece : block) {
       EvenPieces list{piece.length, piece.a_position, piece.b_position, {}, {}};
       if (block.size() == 1) list.steps = repeats;
-      const bool may_join = lists.size() > (count == 1 || block.size() == 1 ? 0 : first);
-      if (!may_join || !joins(lists.back(), list)) lists.push_back(list);
+      const size_t first_joinable = count == 1 || block.size() == 1 ? 0 : first;
+      if (lists.size() <= first_joinable || !joins(lists.back(), list)) lists.push_back(list);
     }
     for (size_t i = first; i < lists.size() && block.size() > 1; ++i) lists[i].repeats = repeats;
   }

@@ -67,7 +67,8 @@ class Selection {
   // Appends the elements of another selection of the same tensors.
   void append(Selection other);
 
-  // Returns as few boxes as possible that copy the elements, in order. At most one of the places may be packed.
+  // Returns boxes that copy the elements, in order. Pieces at equal distances share a box. At most one side may be
+  // packed.
   std::vector<Box> boxes(const CopySide& from, const CopySide& to) const;
 
   // Return the offset in the row-major local tensor if all elements are one run there, in order, else -1. A run counts

@@ -13,7 +13,7 @@ void check_blocks_are_whole(const Layout& layout, int tensor_dim, int64_t unit) 
       const bool is_whole = interval.begin % unit == 0 && (interval.end % unit == 0 || interval.end == n);
       check_user(is_whole, "unit: parts of dim ", tensor_dim, " must begin and end at multiples of ", unit, ", got [",
                  interval.begin, ", ", interval.end, ") on rank ", mesh.rank_at(Position{position}), " of ", layout,
-                 "; give every placement that shards this dim this unit");
+                 "; set this unit in every placement that shards the dim");
     }
   }
 }

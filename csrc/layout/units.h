@@ -8,8 +8,8 @@
 namespace shardwright {
 
 // Throws UserError if a rank's part of a tensor dim begins or ends within a block of `unit` elements. Only the last
-// block of the dim may be short. A rule with a unit does not ensure this: it cuts at multiples of the unit counted from
-// the start of the part that earlier cuts leave, which may itself be within a block.
+// block of the dim may be short. The unit of a rule does not ensure this: the rule counts units from the start of the
+// part that earlier cuts leave, and that start may be within a block.
 void check_blocks_are_whole(const Layout& layout, int tensor_dim, int64_t unit);
 
 }  // namespace shardwright
