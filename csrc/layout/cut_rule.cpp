@@ -145,7 +145,7 @@ std::string CutRule::why_not(int64_t n, int64_t k) const {
   return why_not_over(k);
 }
 
-int64_t CutRule::chunk_of_blocks(int64_t n, int64_t k) const {
+int64_t CutRule::chunk_length(int64_t n, int64_t k) const {
   const int64_t block = kind_ == Kind::kBlocks || kind_ == Kind::kPacked ? parameter_ : 1;
   return ceil_divide(ceil_divide(n, block), k) * block;
 }
@@ -169,7 +169,7 @@ IntervalList CutRule::positions(int64_t n, int64_t k, int64_t coordinate, int64_
       append(list, component(static_cast<size_t>(coordinate)).shifted(first));
       return list;
     case Kind::kBlocks:
-      append(list, chunk_of(0, n, chunk_of_blocks(n, k)));
+      append(list, chunk_of(0, n, chunk_length(n, k)));
       return list;
     case Kind::kCyclic: {
       const int64_t period = k * parameter_;
@@ -185,7 +185,7 @@ IntervalList CutRule::positions(int64_t n, int64_t k, int64_t coordinate, int64_
     case Kind::kPacked:
       for (size_t i = 0; i < ends_->size(); ++i) {
         const Interval interval = component(i);
-        append(list, chunk_of(interval.begin, interval.extent(), chunk_of_blocks(interval.extent(), k)));
+        append(list, chunk_of(interval.begin, interval.extent(), chunk_length(interval.extent(), k)));
       }
       return list;
     case Kind::kPieces:
@@ -229,7 +229,7 @@ int64_t CutRule::length(int64_t n, int64_t k, int64_t coordinate) const {
     return n / period * parameter_ + std::clamp<int64_t>(n % period - coordinate * parameter_, 0, parameter_);
   }
   if (kind_ == Kind::kRagged) return component(static_cast<size_t>(coordinate)).extent();
-  if (kind_ == Kind::kBlocks) return chunk_at(n, chunk_of_blocks(n, k), coordinate).extent();
+  if (kind_ == Kind::kBlocks) return chunk_at(n, chunk_length(n, k), coordinate).extent();
   if (kind_ == Kind::kOwned) return coordinate == parameter_ ? n : 0;
   return shardwright::length(positions(n, k, coordinate, 0));
 }
@@ -258,7 +258,7 @@ bool CutRule::cuts_evenly_otherwise(int64_t n, int64_t k) const {
       return std::all_of(all.begin(), all.end(), [&](int64_t size) { return size == all[0]; });
     }
     case Kind::kBlocks:
-      return chunk_of_blocks(n, k) * k == n;
+      return chunk_length(n, k) * k == n;
     case Kind::kCyclic:
       return n % (k * parameter_) == 0;
     case Kind::kOwned:
@@ -293,7 +293,7 @@ Interval CutRule::coordinates_of(Interval range, int64_t n, int64_t k) const {
     const auto last = std::lower_bound(ends_->begin(), ends_->end(), range.end);
     return {first - ends_->begin(), last - ends_->begin() + 1};
   }
-  const int64_t chunk = chunk_of_blocks(n, k);
+  const int64_t chunk = chunk_length(n, k);
   return {range.begin / chunk, (range.end - 1) / chunk + 1};
 }
 
@@ -302,7 +302,7 @@ std::vector<int64_t> CutRule::starts_of_like_parts(int64_t n, int64_t k) const {
   std::vector<int64_t> starts{0};
   if (n == 0) return starts;
   if (is_chunks() || kind_ == Kind::kBlocks) {
-    const int64_t chunk = chunk_of_blocks(n, k);
+    const int64_t chunk = chunk_length(n, k);
     const int64_t full = n / chunk;
     if (full > 0 && full < k) starts.push_back(full);
     if (full * chunk < n && full + 1 < k) starts.push_back(full + 1);

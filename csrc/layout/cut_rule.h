@@ -144,7 +144,7 @@ class CutRule {
   bool cuts_evenly_otherwise(int64_t n, int64_t k) const;  // cuts_evenly() of rules that are not strided
   static std::optional<std::vector<std::vector<Interval>>> lists_from_encoding(const std::vector<int64_t>& encoding);
   // Returns the length of a full chunk. Only for chunks, blocks and one component of a packed rule.
-  int64_t chunk_of_blocks(int64_t n, int64_t k) const;
+  int64_t chunk_length(int64_t n, int64_t k) const;
   // Returns the elements of coordinate i (ragged) or of component i (packed).
   Interval component(size_t i) const { return {i == 0 ? 0 : (*ends_)[i - 1], (*ends_)[i]}; }
   // Returns the number of elements of each coordinate (ragged, pieces) or component (packed).

@@ -13,14 +13,14 @@ namespace {
 // Merges pieces that are adjacent in both lists. add() takes the pieces in order. visit(piece) is called for each
 // merged piece; the destructor calls it for the last.
 template <typename Visit>
-class Joined {
+class PieceMerger {
  public:
-  explicit Joined(const Visit& visit) : visit_(visit) {}
-  ~Joined() {
+  explicit PieceMerger(const Visit& visit) : visit_(visit) {}
+  ~PieceMerger() {
     if (last_.length > 0) visit_(last_);
   }
-  Joined(const Joined&) = delete;
-  Joined& operator=(const Joined&) = delete;
+  PieceMerger(const PieceMerger&) = delete;
+  PieceMerger& operator=(const PieceMerger&) = delete;
 
   void add(const Piece& piece) {
     if (last_.length > 0 && last_.is_followed_by(piece)) return last_.lengthen(piece.length);
@@ -36,7 +36,7 @@ class Joined {
 // Calls visit(piece) for the shared runs of two ascending lists without repetitions, in one pass over both.
 template <typename Visit>
 void for_each_shared_run_ascending(std::span<const Interval> a, std::span<const Interval> b, const Visit& visit) {
-  Joined<Visit> joined(visit);
+  PieceMerger<Visit> merger(visit);
   size_t i = 0;
   size_t j = 0;
   int64_t a_position = 0;
@@ -44,7 +44,7 @@ void for_each_shared_run_ascending(std::span<const Interval> a, std::span<const 
   while (i < a.size() && j < b.size()) {
     const int64_t begin = std::max(a[i].begin, b[j].begin);
     const int64_t end = std::min(a[i].end, b[j].end);
-    if (begin < end) joined.add({end - begin, a_position + begin - a[i].begin, b_position + begin - b[j].begin});
+    if (begin < end) merger.add({end - begin, a_position + begin - a[i].begin, b_position + begin - b[j].begin});
     if (a[i].end <= b[j].end) {
       a_position += a[i].end - a[i].begin;
       ++i;
@@ -71,8 +71,8 @@ std::vector<KeyRun> ascending_runs(const IntervalList& list) {
 template <typename Visit>
 void visit_in_order_of_b(std::vector<Piece> pieces, const Visit& visit) {
   std::sort(pieces.begin(), pieces.end(), [](const Piece& a, const Piece& b) { return a.b_position < b.b_position; });
-  Joined<Visit> joined(visit);
-  for (const Piece& piece : pieces) joined.add(piece);
+  PieceMerger<Visit> merger(visit);
+  for (const Piece& piece : pieces) merger.add(piece);
 }
 
 // Calls visit(piece) for the shared runs in the order of b. If both lists ascend, neither may have repetitions.
@@ -85,7 +85,7 @@ void for_each_shared_run(const IntervalList& a, const IntervalList& b, const Vis
 }
 
 // True if one of the lists stores repetitions.
-bool repeat(const IntervalList& a, const IntervalList& b) { return a.has_repeats() || b.has_repeats(); }
+bool either_repeats(const IntervalList& a, const IntervalList& b) { return a.has_repeats() || b.has_repeats(); }
 
 // Appends the indices of `list` at `positions`, which ascend, in one pass over both.
 void append_at_positions(IntervalList& out, std::span<const Interval> list, std::span<const Interval> positions) {
@@ -104,7 +104,7 @@ void append_at_positions(IntervalList& out, std::span<const Interval> list, std:
 }
 
 // Returns the local positions of the pieces in list a.
-IntervalList at_a(const PieceList& pieces) {
+IntervalList positions_in_a(const PieceList& pieces) {
   IntervalList out;
   std::vector<Interval> intervals;
   for (const auto& [block, count, shift] : pieces.blocks()) {
@@ -136,16 +136,16 @@ SharedRuns runs_within(const Interval& range, const IntervalList& list) {
         if (interval.begin < range.end) end = std::min((range.end - interval.begin - 1) / period + 1, count);
       }
       if (first >= end) continue;
-      // Numbers of indices of the first and of the last of these repetitions that are outside of the range.
-      const int64_t cut_off = std::max<int64_t>(range.begin - interval.begin - first * period, 0);
-      const int64_t left_out = std::max<int64_t>(interval.end + (end - 1) * period - range.end, 0);
-      const int64_t a_position = interval.begin + first * period + cut_off - range.begin;
+      // Numbers of indices of these repetitions before and after the range.
+      const int64_t clipped_at_begin = std::max<int64_t>(range.begin - interval.begin - first * period, 0);
+      const int64_t clipped_at_end = std::max<int64_t>(interval.end + (end - 1) * period - range.end, 0);
+      const int64_t a_position = interval.begin + first * period + clipped_at_begin - range.begin;
       if (shared.runs == 0 || a_position < shared.a_position) {
         shared.a_position = a_position;
-        shared.b_position = before + first * once + cut_off;
+        shared.b_position = before + first * once + clipped_at_begin;
       }
       shared.runs += end - first;
-      shared.length += (end - first) * interval.extent() - cut_off - left_out;
+      shared.length += (end - first) * interval.extent() - clipped_at_begin - clipped_at_end;
     }
     position += once * count;
   });
@@ -155,16 +155,16 @@ SharedRuns runs_within(const Interval& range, const IntervalList& list) {
 }  // namespace
 
 IntervalList at_positions(const IntervalList& list, const IntervalList& positions) {
-  if (!repeat(list, positions)) {
+  if (!either_repeats(list, positions)) {
     IntervalList out;
     append_at_positions(out, list.stored(), positions.stored());
     return out;
   }
-  return at_a(intersect(indices_by_position(list), positions_by_index(positions)));
+  return positions_in_a(intersect(indices_by_position(list), positions_by_index(positions)));
 }
 
 IntervalList shared_indices(const IntervalList& a, const IntervalList& b) {
-  if (repeat(a, b)) return at_positions(a, at_a(intersect(a, b)));
+  if (either_repeats(a, b)) return at_positions(a, positions_in_a(intersect(a, b)));
   IntervalList both;
   const std::span<const Interval> in_a = a.stored(), in_b = b.stored();
   const auto ends_before = [](const Interval& interval, int64_t index) { return interval.end <= index; };
@@ -200,7 +200,7 @@ std::vector<PeriodicRuns> from_b_to_a(const PieceList& pieces) {
 
 PieceList intersect(const IntervalList& a, const IntervalList& b, const IntervalList& only) {
   // Keys are local positions in `only`. They ascend together with the local positions in b.
-  if ((repeat(a, b) || only.has_repeats()) && is_ascending(a) && is_ascending(b)) {
+  if ((either_repeats(a, b) || only.has_repeats()) && is_ascending(a) && is_ascending(b)) {
     return intersect(from_b_to_a(intersect(a, only)), from_b_to_a(intersect(b, only)));
   }
   // Returns runs with local positions in `only` as keys and local positions in `list` as values.
@@ -218,7 +218,7 @@ PieceList intersect(const IntervalList& a, const IntervalList& b, const Interval
 }
 
 PieceList intersect(const IntervalList& a, const IntervalList& b) {
-  if (repeat(a, b) && is_ascending(a) && is_ascending(b))
+  if (either_repeats(a, b) && is_ascending(a) && is_ascending(b))
     return intersect(positions_by_index(a), positions_by_index(b));
   PieceList pieces;
   for_each_shared_run(a, b, [&](const Piece& piece) { pieces.append(piece); });
@@ -240,7 +240,7 @@ SharedRuns shared_runs(const IntervalList& a, const IntervalList& b) {
     }
     shared.length += piece.length;
   };
-  if (!repeat(a, b)) {
+  if (!either_repeats(a, b)) {
     for_each_shared_run(a, b, add);
     return shared;
   }

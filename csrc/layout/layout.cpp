@@ -70,8 +70,8 @@ void check_partials_mix(const std::vector<Placement>& placements) {
     if (!placement.is_partial()) continue;
     if (first == nullptr) first = &placement;
     const auto is_linear = [](const Placement& p) { return p.op == ReduceOp::kSum || p.op == ReduceOp::kAvg; };
-    const bool mixes = placement == *first || (is_linear(placement) && is_linear(*first));
-    check_user(mixes, "placements must have pending reductions of one op, or of sum and avg, got ", *first, " and ",
+    const bool commutes = placement == *first || (is_linear(placement) && is_linear(*first));
+    check_user(commutes, "placements must have pending reductions of one op, or of sum and avg, got ", *first, " and ",
                placement);
   }
 }
@@ -188,8 +188,8 @@ Layout::Layout(MeshPtr mesh, std::vector<int64_t> shape, DType dtype, std::vecto
     const bool has_order = found != order.end();
     std::vector<int> mesh_dims = has_order ? found->second : std::vector<int>();
     for (int d = 0; d < mesh_->ndim(); ++d) {
-      const bool is_known = std::find(mesh_dims.begin(), mesh_dims.end(), d) != mesh_dims.end();
-      if (is_known || !placements_[d].is_shard_like() || placements_[d].dim != t) continue;
+      const bool is_listed = std::find(mesh_dims.begin(), mesh_dims.end(), d) != mesh_dims.end();
+      if (is_listed || !placements_[d].is_shard_like() || placements_[d].dim != t) continue;
       // An order may leave out mesh dims of size 1. Their place in it matters only if their rule is not a partition.
       if (!has_order || !placements_[d].rule.is_partition()) mesh_dims.push_back(d);
     }

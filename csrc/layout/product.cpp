@@ -13,21 +13,21 @@ class Product {
   Product(const IntervalList& columns, int64_t size, int64_t most)
       : columns_(columns),
         size_(size),
-        most_(most),
+        max_stored_(most),
         is_whole_(columns.size() == 1 && columns.front() == Interval{0, size}),
-        kept_(static_cast<int64_t>(columns.stored().size())),
-        listed_(static_cast<int64_t>(columns.size())),
+        num_stored_(static_cast<int64_t>(columns.stored().size())),
+        num_listed_(static_cast<int64_t>(columns.size())),
         ascends_(is_ascending(columns)) {}
 
-  // Appends the elements of a range of rows. Returns false if `out` then stores more than `most_` intervals.
+  // Appends the elements of a range of rows. Returns false if `out` then stores more than `max_stored_` intervals.
   bool append_rows(IntervalList& out, const Interval& rows) const {
     if (is_whole_) {
       append(out, {rows.begin * size_, rows.end * size_});
       return true;
     }
     // In repetitions of one row, repetitions of the columns are not stored once.
-    const bool is_shorter_by_rows = rows.extent() > 1 && listed_ / rows.extent() <= kept_;
-    if (ascends_ && is_shorter_by_rows && listed_ <= most_) {
+    const bool is_shorter_by_rows = rows.extent() > 1 && num_listed_ / rows.extent() <= num_stored_;
+    if (ascends_ && is_shorter_by_rows && num_listed_ <= max_stored_) {
       const IntervalList first = shifted(columns_, rows.begin * size_);
       out.append_repeated(std::vector<Interval>(first.begin(), first.end()), size_, rows.extent());
       return fits(out);
@@ -45,7 +45,7 @@ class Product {
       }
       const auto listed = static_cast<int64_t>(once.size());
       const bool is_shorter_once = count > 1 && listed / count <= static_cast<int64_t>(once.stored().size());
-      if (is_shorter_once && listed <= most_ && is_ascending(once)) {
+      if (is_shorter_once && listed <= max_stored_ && is_ascending(once)) {
         out.append_repeated(std::vector<Interval>(once.begin(), once.end()), shift * size_, count);
       } else if (!append_again(out, once, count, shift * size_, 0)) {
         return false;
@@ -55,7 +55,7 @@ class Product {
   }
 
  private:
-  bool fits(const IntervalList& list) const { return static_cast<int64_t>(list.stored().size()) <= most_; }
+  bool fits(const IntervalList& list) const { return static_cast<int64_t>(list.stored().size()) <= max_stored_; }
 
   // Appends the list `times` times, first shifted by `first` and each time by `period` more.
   bool append_again(IntervalList& out, const IntervalList& list, int64_t times, int64_t period, int64_t first) const {
@@ -68,11 +68,11 @@ class Product {
   }
 
   const IntervalList& columns_;
-  int64_t size_;    // number of columns of the matrix
-  int64_t most_;    // maximum number of stored intervals
-  bool is_whole_;   // the list has all columns
-  int64_t kept_;    // number of stored intervals of the columns
-  int64_t listed_;  // number of all intervals of the columns
+  int64_t size_;        // number of columns of the matrix
+  int64_t max_stored_;  // maximum number of stored intervals
+  bool is_whole_;       // the list has all columns
+  int64_t num_stored_;  // number of stored intervals of the columns
+  int64_t num_listed_;  // number of all intervals of the columns
   bool ascends_;
 };
 

@@ -21,14 +21,14 @@ bool ascend(std::span<const Interval> intervals) {
 }
 
 // True if one of the lists stores repetitions.
-bool repeat(const IntervalList& a, const IntervalList& b) { return a.has_repeats() || b.has_repeats(); }
+bool either_repeats(const IntervalList& a, const IntervalList& b) { return a.has_repeats() || b.has_repeats(); }
 
 }  // namespace
 
 // Ascending lists of one length are equal if they share all indices. Other lists are compared interval by interval.
 bool operator==(const IntervalList& a, const IntervalList& b) {
   if (a.is_identical(b)) return true;
-  if (!repeat(a, b) || a.size() != b.size() || length(a) != length(b)) return false;
+  if (!either_repeats(a, b) || a.size() != b.size() || length(a) != length(b)) return false;
   if (is_ascending(a) && is_ascending(b)) return intersection_length(a, b) == length(a);
   return listed(a) == listed(b);
 }

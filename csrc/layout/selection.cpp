@@ -31,7 +31,7 @@ struct EvenPieces {
 };
 
 // Appends `more` to `list` and returns true, if lengths and distances match and both sides ascend. Else returns false.
-bool joins(EvenPieces& list, const EvenPieces& more) {
+bool try_join(EvenPieces& list, const EvenPieces& more) {
   if (list.length != more.length || list.repeats.count > 1 || more.repeats.count > 1) return false;
   const Steps step{2, more.from - list.from - (list.steps.count - 1) * list.steps.from,
                    more.to - list.to - (list.steps.count - 1) * list.steps.to};
@@ -54,7 +54,7 @@ std::vector<EvenPieces> even_pieces(const PieceList& pieces) {
       EvenPieces list{piece.length, piece.a_position, piece.b_position, {}, {}};
       if (block.size() == 1) list.steps = repeats;
       const size_t first_joinable = count == 1 || block.size() == 1 ? 0 : first;
-      if (lists.size() <= first_joinable || !joins(lists.back(), list)) lists.push_back(list);
+      if (lists.size() <= first_joinable || !try_join(lists.back(), list)) lists.push_back(list);
     }
     for (size_t i = first; i < lists.size() && block.size() > 1; ++i) lists[i].repeats = repeats;
   }
@@ -213,12 +213,12 @@ class BoxMaker {
       }
       return;
     }
-    if (!divided_into_rows(box, axis, pieces)) add_piece(box, axis, pieces);
+    if (!try_add_rows(box, axis, pieces)) add_piece(box, axis, pieces);
   }
 
   // Adds a piece with at least two full rows in three parts: the positions before the first full row, the full rows,
   // and the rest. Returns false for other pieces.
-  bool divided_into_rows(const Box& box, size_t axis, const EvenPieces& piece) {
+  bool try_add_rows(const Box& box, size_t axis, const EvenPieces& piece) {
     const bool of_src = !src_[axis].is_one_run();
     const AxisInMemory& side = of_src ? src_[axis] : dst_[axis];
     if (side.is_one_run()) return false;
