@@ -18,8 +18,8 @@ int64_t elements_of(const std::vector<int64_t>& dims, size_t begin) {
   return std::accumulate(dims.begin() + static_cast<int64_t>(begin), dims.end(), int64_t{1}, std::multiplies<>());
 }
 
-// The inverse of product_of (layout/product.h): the rows of a list, and the columns (`inner`) that each of them has.
-// Rows have `size` elements. `of` returns nullopt if the rows have different columns.
+// The inverse of product_of (layout/product.h): the rows that a list touches, and the columns that it has in each of
+// them. Rows have `size` elements. `of` returns nullopt if the list has different columns in different rows.
 class Rows {
  public:
   IntervalList rows, inner;
@@ -113,7 +113,8 @@ struct OfOneDim {
   std::vector<IntervalList> lists;  // indices held at each position
 
   // Returns cuts that divide the dim into `lists`, one cut for each mesh dim, in this order. Returns nullopt if there
-  // are none. Each mesh dim must cut all parts of the previous cuts by the same rule.
+  // are none. Each mesh dim divides every part that the previous cuts made (a parent) among its coordinates. One rule
+  // must make all these divisions.
   std::optional<std::vector<Cut>> cuts_in(const std::vector<int>& order) const {
     // A part that the cuts so far make.
     struct Parent {

@@ -38,7 +38,7 @@ struct NoFit {
 
 // Returns cuts of each of `dims` that give every rank exactly its elements in `holdings`, in their order, or the reason
 // why there are none. Tries all assignments of mesh dims to dims, all orders of the mesh dims that cut one dim, and all
-// rules (layout/cut_rule.h), chunks and strided rules first. A rule that is no partition is found only if it is the
+// rules (layout/cut_rule.h), chunks and strided rules first. A rule that is not a partition is found only if it is the
 // only cut of its dim.
 //
 // Example: dims (5, 4) on a=2, the first cut into chunks. Rank 0 holds the elements [0, 12) and rank 1 [12, 20).

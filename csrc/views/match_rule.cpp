@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <numeric>
 
+#include "support/ceil_divide.h"
+
 namespace shardwright {
 namespace {
 
@@ -29,18 +31,17 @@ bool makes_all_divisions(const CutRule& rule, const std::vector<Division>& divis
 // The functions below return candidate rules, derived from the division of the longest list (`largest`). Candidates
 // need not make the other divisions: matching_rule() checks that.
 
-// Returns the strided cuts that fit coordinate 0. It gets the beginning of each piece, so its second interval begins
-// with the second piece.
+// Returns the strided cuts that fit coordinate 0. Coordinate 0 gets the beginning of each piece, so its second interval
+// begins where the second piece begins.
 std::vector<CutRule> strided_cuts(const Division& largest) {
   const IntervalList& first = largest.parts[0];
   std::vector<CutRule> rules;
   if (first.size() < 2 || first[0].begin != 0 || first[1].begin < first[0].end) return rules;
   const int64_t piece = first[1].begin;
   const int64_t n = largest.n;
-  const auto piece_of = [&](int64_t factor) { return (n + factor - 1) / factor; };
-  for (int64_t f = piece_of(piece); piece_of(f) == piece && f <= n && static_cast<int64_t>(rules.size()) < kMaxTried;
-       ++f) {
-    rules.emplace_back(f);
+  for (int64_t factor = ceil_divide(n, piece); ceil_divide(n, factor) == piece && factor <= n; ++factor) {
+    if (static_cast<int64_t>(rules.size()) == kMaxTried) break;
+    rules.emplace_back(factor);
   }
   return rules;
 }

@@ -29,9 +29,9 @@ struct MoveFirst {
 enum class ViewsFor : uint8_t { kAnyone, kDTensor };
 
 // Returns the plan with the least predicted time to a destination whose view moves nothing. Destinations differ from
-// `layout` only in the mesh dims of `why`, each of which cuts one tensor dim into chunks or replicates. `why` is about
-// the first dims that have no view. If later dims have no view either, all mesh dims that cut may differ. There is
-// always a plan, because a tensor that no mesh dim cuts may have any shape. Ties are broken by fewer bytes received,
+// `layout` only in the mesh dims of `why`, each of which cuts one tensor dim into chunks or replicates. If no such
+// destination has a view, because `why` names only the first dims without one, all mesh dims that cut may differ. There
+// is always a plan, because a tensor that no mesh dim cuts may have any shape. Ties are broken by fewer bytes received,
 // then by smaller parts.
 //
 // A destination is skipped if one of its cuts prevents the view even with all other mesh dims of `why` replicated. The

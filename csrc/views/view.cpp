@@ -120,14 +120,13 @@ class GroupView {
     const int64_t k = mesh_.dim_size(split);
     for (int64_t outer = 2; outer < k; ++outer) {
       if (k % outer != 0) continue;
-      std::vector<std::string> names;
       std::vector<int64_t> sizes;
       for (int d = 0; d < mesh_.ndim(); ++d) {
-        names.insert(names.end(), d == split ? 2 : 1, "");
         sizes.push_back(d == split ? outer : mesh_.dim_size(d));
         if (d == split) sizes.push_back(k / outer);
       }
-      for (size_t i = 0; i < names.size(); ++i) names[i] = std::to_string(i);
+      std::vector<std::string> names;
+      for (size_t i = 0; i < sizes.size(); ++i) names.push_back(std::to_string(i));
       const Mesh fine(names, sizes);
       std::vector<int> mesh_dims;
       for (const int d : holdings.mesh_dims) {
@@ -344,8 +343,8 @@ std::vector<int64_t> inferred_shape(const Layout& layout, std::vector<int64_t> s
     if (size == -1) continue;
     if (size > 0) known = saturating_product(known, size);
     if (size > 0 && layout.num_elements() % known == 0) continue;
-    throw UserError(concat("shape must have sizes next to -1 whose product divides the ", layout.num_elements(),
-                           " elements, got (", join(shape), ")"));
+    throw UserError(concat("shape must have sizes besides -1 whose product is above 0 and divides ",
+                           layout.num_elements(), ", the number of elements, got (", join(shape), ")"));
   }
   *unknown = layout.num_elements() / known;
   return shape;
@@ -368,7 +367,7 @@ std::variant<Layout, NoView> view_of(const Layout& layout, const std::vector<int
     MeshDimSet split;
     for (const auto& entry : result.splits) split.insert(entry.first);
     return NoView{concat("mesh dim '", layout.mesh().names_of(split),
-                         "' would have to be split, but the names of its parts are taken"),
+                         "' would have to be split, but its parts' names are taken or the mesh has too many dims"),
                   split};
   }
   return assembled(layout, shape, flattened, result, mesh->first, mesh->second);
@@ -404,7 +403,8 @@ Layout permuted(const Layout& layout, const std::vector<int64_t>& dims) {
   std::sort(sorted.begin(), sorted.end());
   std::vector<int64_t> all(shape.size());
   std::iota(all.begin(), all.end(), 0);
-  if (sorted != all) throw UserError(concat("dims must be each of ", ndim, " dims once, got (", join(dims), ")"));
+  if (sorted != all)
+    throw UserError(concat("dims must be a permutation of the ", ndim, " dims, got (", join(dims), ")"));
   const int64_t flattened = layout.flattened();
   for (int64_t i = 0; i < flattened && flattened > 1; ++i) {
     if (normal[i] == i) continue;
