@@ -22,7 +22,7 @@ int64_t elements_of(const std::vector<int64_t>& dims, size_t begin) {
 // them. Rows have `size` elements. `of` returns nullopt if the list has different columns in different rows.
 class Rows {
  public:
-  IntervalList rows, inner;
+  IntervalList rows, columns;
 
   // Reads the list row by row. Consecutive full rows are added at once.
   static std::optional<Rows> of(const IntervalList& list, int64_t size) {
@@ -49,18 +49,18 @@ class Rows {
 
  private:
   // Adds rows with these columns. Returns false if earlier rows have other columns.
-  bool add(Interval row_range, const IntervalList& elements) {
-    if (rows.empty()) inner = elements;
+  bool add(Interval row_range, const IntervalList& row_columns) {
+    if (rows.empty()) columns = row_columns;
     append(rows, row_range);
-    return inner == elements;
+    return columns == row_columns;
   }
   // Adds the current row, if any, and ends it. Returns false if earlier rows have other columns.
   bool close() {
     if (row_ < 0) return true;
-    const bool is_like_others = add({row_, row_ + 1}, in_row_);
+    const bool has_same_columns = add({row_, row_ + 1}, in_row_);
     row_ = -1;
     in_row_.clear();
-    return is_like_others;
+    return has_same_columns;
   }
 
   int64_t row_ = -1;     // the current row; -1 if none
@@ -77,7 +77,7 @@ std::optional<Parts> parts_of(IntervalList list, const std::vector<int64_t>& dim
     std::optional<Rows> rows = Rows::of(list, elements_of(dims, j + 1));
     if (!rows) return std::nullopt;
     parts.push_back(std::move(rows->rows));
-    list = std::move(rows->inner);
+    list = std::move(rows->columns);
   }
   parts.push_back(std::move(list));
   return parts;
@@ -106,7 +106,7 @@ std::optional<IntervalList> united(const std::vector<const IntervalList*>& lists
 }
 
 // The indices of one dim that are held at each combination of coordinates on some mesh dims.
-struct OfOneDim {
+struct DimHoldings {
   const Mesh& mesh;
   int64_t size;
   std::vector<int64_t> positions;   // one per combination
@@ -165,13 +165,13 @@ struct OfOneDim {
 class Fit {
  public:
   Fit(const Holdings& holdings, const std::vector<int64_t>& dims, std::vector<std::optional<Parts>> parts)
-      : held_(holdings), dims_(dims), parts_(std::move(parts)), cut_of_(holdings.mesh_dims.size(), kFree) {}
+      : held_(holdings), dims_(dims), parts_(std::move(parts)), dim_of_(holdings.mesh_dims.size(), kFree) {}
 
   // If the parts of one dim differ along a mesh dim, the mesh dim must cut that dim. If no parts differ, the mesh dim
   // may cut any dim or none: tries all assignments.
   std::variant<std::vector<std::vector<Cut>>, NoFit> run() {
     NoFit conflicts;  // mesh dims along which the parts of several dims differ
-    for (size_t x = 0; x < cut_of_.size(); ++x) {
+    for (size_t x = 0; x < dim_of_.size(); ++x) {
       const std::vector<size_t> depending = dependent_dims(held_.mesh_dims[x]);
       const std::string& name = held_.mesh.dim_names()[static_cast<size_t>(held_.mesh_dims[x])];
       if (depending.size() > 1) {
@@ -179,14 +179,14 @@ class Fit {
                                   depending[1], " of (", join(dims_), ")");
         conflicts.to_split.push_back(held_.mesh_dims[x]);
       }
-      if (depending.size() == 1) cut_of_[x] = static_cast<int>(depending[0]);
-      if (depending.empty() && is_replicated(held_.mesh_dims[x])) cut_of_[x] = kNothing;
+      if (depending.size() == 1) dim_of_[x] = static_cast<int>(depending[0]);
+      if (depending.empty() && is_replicated(held_.mesh_dims[x])) dim_of_[x] = kNothing;
     }
     if (!conflicts.to_split.empty()) return conflicts;
     std::vector<std::vector<Cut>> cuts;
     if (assign_from(0, cuts)) return cuts;
     // A mesh dim whose coordinates all hold the same elements may still need a cut, for the order of the elements.
-    std::replace(cut_of_.begin(), cut_of_.end(), kNothing, kFree);
+    std::replace(dim_of_.begin(), dim_of_.end(), kNothing, kFree);
     if (assign_from(0, cuts)) return cuts;
     return NoFit{concat("no cuts of (", join(dims_), ") give each rank the elements that it holds"), {}};
   }
@@ -198,7 +198,7 @@ class Fit {
   // Calls visit(a, b) for every pair of combinations that differ only in this mesh dim, with their parts. Parts are
   // nullopt if the combination holds nothing.
   template <typename Visit>
-  void for_each_neighbors(int mesh_dim, const Visit& visit) const {
+  void for_each_neighbor_pair(int mesh_dim, const Visit& visit) const {
     const int64_t stride = held_.mesh.stride(mesh_dim);
     std::map<int64_t, size_t> index_of;
     for (size_t i = 0; i < held_.positions.size(); ++i) index_of[held_.positions[i]] = i;
@@ -215,7 +215,7 @@ class Fit {
     std::vector<size_t> depending;
     for (size_t j = 0; j < dims_.size(); ++j) {
       bool differs = false;
-      for_each_neighbors(mesh_dim, [&](const std::optional<Parts>& a, const std::optional<Parts>& b) {
+      for_each_neighbor_pair(mesh_dim, [&](const std::optional<Parts>& a, const std::optional<Parts>& b) {
         differs = differs || (a && b && (*a)[j] != (*b)[j]);
       });
       if (differs) depending.push_back(j);
@@ -226,25 +226,25 @@ class Fit {
   // Returns true if ranks that differ only in this mesh dim hold the same elements.
   bool is_replicated(int mesh_dim) const {
     bool is_same = true;
-    for_each_neighbors(
+    for_each_neighbor_pair(
         mesh_dim, [&](const std::optional<Parts>& a, const std::optional<Parts>& b) { is_same = is_same && a == b; });
     return is_same;
   }
 
   // Tries all assignments of the free mesh dims from x on. Returns true once cuts fit.
   bool assign_from(size_t x, std::vector<std::vector<Cut>>& cuts) {
-    while (x < cut_of_.size() && cut_of_[x] != kFree) ++x;
-    if (x == cut_of_.size()) return fit(cuts);
+    while (x < dim_of_.size() && dim_of_[x] != kFree) ++x;
+    if (x == dim_of_.size()) return fit(cuts);
     std::vector<size_t> choices(dims_.size());
     std::iota(choices.begin(), choices.end(), size_t{0});
     // Dims of size 1 come first: a cut of such a dim shows directly which coordinate holds elements.
     std::stable_sort(choices.begin(), choices.end(),
                      [&](size_t a, size_t b) { return dims_[a] == 1 && dims_[b] != 1; });
     for (const size_t j : choices) {
-      cut_of_[x] = static_cast<int>(j);
+      dim_of_[x] = static_cast<int>(j);
       if (assign_from(x + 1, cuts)) return true;
     }
-    cut_of_[x] = kFree;
+    dim_of_[x] = kFree;
     return false;
   }
 
@@ -253,11 +253,11 @@ class Fit {
     cuts.clear();
     for (size_t j = 0; j < dims_.size(); ++j) {
       std::vector<int> order;
-      for (size_t x = 0; x < cut_of_.size(); ++x) {
-        if (cut_of_[x] == static_cast<int>(j)) order.push_back(held_.mesh_dims[x]);
+      for (size_t x = 0; x < dim_of_.size(); ++x) {
+        if (dim_of_[x] == static_cast<int>(j)) order.push_back(held_.mesh_dims[x]);
       }
       if (order.size() > kMaxMeshDims) return false;
-      const OfOneDim dim_holdings = of_dim(j, order);
+      const DimHoldings dim_holdings = holdings_of_dim(j, order);
       std::optional<std::vector<Cut>> dim_cuts;
       do {
         dim_cuts = dim_holdings.cuts_in(order);
@@ -269,8 +269,8 @@ class Fit {
   }
 
   // Returns the part of dim j at each combination of coordinates on these mesh dims.
-  OfOneDim of_dim(size_t j, const std::vector<int>& mesh_dims) const {
-    OfOneDim dim_holdings{held_.mesh, dims_[j], positions_along(held_.mesh, mesh_dims), {}};
+  DimHoldings holdings_of_dim(size_t j, const std::vector<int>& mesh_dims) const {
+    DimHoldings dim_holdings{held_.mesh, dims_[j], positions_along(held_.mesh, mesh_dims), {}};
     dim_holdings.lists.resize(dim_holdings.positions.size());
     if (mesh_dims.empty()) return dim_holdings;
     std::map<int64_t, size_t> index_of;
@@ -301,7 +301,7 @@ class Fit {
   const Holdings& held_;
   const std::vector<int64_t>& dims_;
   std::vector<std::optional<Parts>> parts_;  // by combination; nullopt if empty
-  std::vector<int> cut_of_;                  // the dim that each of held_.mesh_dims cuts, kFree or kNothing
+  std::vector<int> dim_of_;                  // the dim that each of held_.mesh_dims cuts, kFree or kNothing
 };
 
 // Returns the first intervals of a list as text: "0-2+6-8+...".

@@ -111,7 +111,7 @@ std::vector<CutRule> ragged_cuts(const Division& largest) {
 }
 
 // Returns the rule with the intervals of the parts, if these contain every position.
-std::vector<CutRule> pieces(const Division& largest) {
+std::vector<CutRule> cuts_in_pieces(const Division& largest) {
   if (!covers(largest)) return {};
   std::vector<std::vector<Interval>> lists;
   for (const IntervalList& part : largest.parts) lists.emplace_back(part.begin(), part.end());
@@ -136,7 +136,7 @@ std::optional<CutRule> matching_rule(const std::vector<Division>& divisions) {
   if (const auto found = matching(ragged_cuts(largest))) return found;
   if (const auto found = matching(cyclic_cuts(largest))) return found;
   if (const auto found = matching(cuts_in_blocks(largest))) return found;
-  return matching(pieces(largest));
+  return matching(cuts_in_pieces(largest));
 }
 
 }  // namespace shardwright

@@ -185,21 +185,21 @@ class GroupView {
       digits.insert(digits.begin(), of_dim->begin(), of_dim->end());
     }
     std::vector<std::vector<NewDigit>> by_dim(dst_.size());
-    std::map<int, std::vector<int64_t>> pieces;
+    std::map<int, std::vector<int64_t>> radices;
     for (const Digit& digit : digits) {
-      if (!assign(digit, by_dim, pieces[digit.mesh_dim])) return false;
+      if (!assign(digit, by_dim, radices[digit.mesh_dim])) return false;
     }
     for (size_t j = 0; j < dst_.size(); ++j) result.cuts[first_ + j] = cuts_of(dst_[j], std::move(by_dim[j]));
-    for (auto& [mesh_dim, sizes] : pieces) {
+    for (auto& [mesh_dim, sizes] : radices) {
       if (sizes.size() > 1) result.splits[mesh_dim] = std::move(sizes);
     }
     return true;
   }
 
-  // Assigns a digit of the flattened group's index to the new dims, and appends the radices of its parts to `pieces`. A
-  // digit that crosses a dim boundary is split: with (64) on tp=8 viewed as (4, 16), the digit of radix 8 becomes
+  // Assigns a digit of the flattened group's index to the new dims, and appends the radices of its parts to `radices`.
+  // A digit that crosses a dim boundary is split: with (64) on tp=8 viewed as (4, 16), the digit of radix 8 becomes
   // digits of radix 4 and 2. Returns false if the radices do not divide.
-  bool assign(const Digit& digit, std::vector<std::vector<NewDigit>>& by_dim, std::vector<int64_t>& pieces) const {
+  bool assign(const Digit& digit, std::vector<std::vector<NewDigit>>& by_dim, std::vector<int64_t>& radices) const {
     const int64_t begin = digit.weight;
     const int64_t end = digit.weight * digit.radix;
     int64_t above = std::accumulate(dst_.begin(), dst_.end(), int64_t{1}, std::multiplies<>());
@@ -210,8 +210,8 @@ class GroupView {
       const int64_t high = std::min(end, top);
       if (low >= high) continue;
       if (low % begin != 0 || end % high != 0 || high % low != 0 || low % above != 0 || top % high != 0) return false;
-      by_dim[j].push_back({low / above, high / low, digit.mesh_dim, pieces.size()});
-      pieces.push_back(high / low);
+      by_dim[j].push_back({low / above, high / low, digit.mesh_dim, radices.size()});
+      radices.push_back(high / low);
     }
     return true;
   }
@@ -277,7 +277,7 @@ std::optional<std::pair<MeshPtr, std::vector<int>>> split_mesh(const MeshPtr& me
 }
 
 // Returns the shape with the first `flattened` dims merged. Throws UserError if `flattened` is out of range.
-std::vector<int64_t> seen(const std::vector<int64_t>& shape, int flattened) {
+std::vector<int64_t> with_merged_dims(const std::vector<int64_t>& shape, int flattened) {
   const int most = std::max(1, static_cast<int>(shape.size()));
   check_argument(flattened >= 1 && flattened <= most, "flattened", InRange{1, most}, flattened);
   if (flattened == 1) return shape;
@@ -353,7 +353,7 @@ std::vector<int64_t> inferred_shape(const Layout& layout, std::vector<int64_t> s
 // Divides the dims into groups, finds the cuts of each group, and splits mesh dims where that is needed.
 std::variant<Layout, NoView> view_of(const Layout& layout, const std::vector<int64_t>& shape, int flattened) {
   check_sizes(layout, shape);
-  const std::vector<int64_t> dims = seen(shape, flattened);
+  const std::vector<int64_t> dims = with_merged_dims(shape, flattened);
   Result result;
   result.cuts.resize(dims.size());
   if (layout.num_elements() > 0) {
