@@ -13,15 +13,11 @@ std::vector<ActivationGather> plan_activations(const std::vector<Use>& uses, con
     const Activation& a = activations[k];
     int begin = a.first;  // first use of the backward, but after the activation is saved
     while (begin - 1 > a.saved && uses[begin - 1].pass != Pass::kForward) --begin;
-    // The gather starts in the turn of this activation if it is in the same backward, otherwise before the backward.
+    // The gather starts in the turn of activation `trigger` if that is in the same backward, else before the backward.
     const int trigger = k - static_cast<int>(ahead);
-    if (trigger >= 0 && activations[trigger].first >= begin) {
-      gathers.push_back({activations[trigger].first, trigger});
-    } else if (ahead > 0) {
-      gathers.push_back({begin, -1});
-    } else {
-      gathers.push_back({a.first, k});
-    }
+    const bool is_in_backward = trigger >= 0 && activations[trigger].first >= begin;
+    gathers.push_back(is_in_backward ? ActivationGather{activations[trigger].first, trigger}
+                                     : ActivationGather{begin, -1});
   }
   return gathers;
 }

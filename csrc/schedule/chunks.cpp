@@ -154,7 +154,8 @@ class Chunking {
   }
 
   // Returns the schedule with all possible gathers in chunks, and adds them to `chosen`. Throws the error of the plan
-  // without chunks if this schedule does not fit into the budget either, or !holds_each_weight_once().
+  // without chunks if this schedule does not fit into the budget either, or holds a weight both with and without chunks
+  // at the same use.
   StepSchedule plan_all_gathers_in_chunks(std::set<Candidate>& chosen) const {
     for (const Candidate& candidate : candidates_) {
       if (!candidate.is_reduction) chosen.insert(candidate);  // a reduction takes as much memory in chunks

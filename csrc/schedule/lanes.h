@@ -12,8 +12,9 @@
 // a reduction overlap no compute. Of several consecutive uses, the longest has the chunks of a weight. The chunks of a
 // gradient are in the use that computes it.
 //
-// A copy to the device starts with its gather, which runs when the copy is done; transfers that start later run after
-// it. A copy to the host starts when compute has waited for the reduction. The step ends when all copies are done.
+// A gather of offloaded parts begins with their copy to the device. The gather itself runs when the copy is done, and
+// transfers that start later run after it. A copy to the host starts when compute has waited for the reduction. The
+// step ends when all copies are done.
 //
 // Activations are gathered on the lane of transfers too. A use in which n activations have their turns is cut into n
 // equal ranges. Each range begins when its activation is gathered.

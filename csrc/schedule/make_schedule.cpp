@@ -191,7 +191,8 @@ class Residency {
     return last;
   }
 
-  // Until the rest fits, releases weights that uses i, ..., last do not need, the latest next use first.
+  // Makes room at use i for the weights of uses i, ..., last: releases other resident weights, the latest next use
+  // first, until the rest fits. A weight is released right after its previous use.
   void evict_for(int i, int last) {
     const std::set<int> stays = resident_at(i, last);
     int64_t bytes = bytes_at(i, last);
@@ -302,8 +303,8 @@ StepSchedule with_limit(StepSchedule schedule, int64_t limit_bytes) {
   return schedule;
 }
 
-// Returns the schedule with the largest limit whose arena and memory beside it fit into the budget, or nullopt.
-// `reduced` has its reductions planned, but no buffers.
+// Plans buffers and gathers for a schedule that has its reductions planned. Tries limits on buffer bytes from the
+// available memory down, and returns the first schedule that fits into the budget; nullopt if none does.
 std::optional<StepSchedule> within(int64_t budget_bytes, const StepSchedule& reduced, int64_t least_limit_bytes) {
   const int64_t available = budget_bytes - reduced.peak_beside_bytes - reduced.options.held_bytes;
   for (int64_t limit = available; limit >= least_limit_bytes;) {

@@ -8,10 +8,10 @@
 // The same arguments give the same schedule on every rank and in every step, because communication depends on it.
 // Durations are in picoseconds (`_ps`).
 //
-// Terms: a *resident* weight is gathered, in a buffer of the arena. A *kept copy* is a copy of a weight that is cut
-// less than the sharded weight, and from which later gathers read. A transfer *in chunks* is divided, and runs within
-// the use that needs or computes its data (schedule/chunks.h). The *turn* of an activation is the part of a backward
-// that needs it (schedule/activations.h).
+// Terms: a *resident* weight is gathered, in a buffer of the arena. A *kept copy* is a copy of a weight that is sharded
+// over fewer ranks than the weight; later gathers read from it. A transfer *in chunks* is divided, and runs within the
+// use that needs or computes its data (schedule/chunks.h). The *turn* of an activation is the part of a backward that
+// needs it (schedule/activations.h).
 //
 // Example: weights a and b of 100 bytes, forward uses of a, b and backward uses of b, a, gradients of 100 bytes.
 //
@@ -48,7 +48,7 @@ struct ReducingProduct {
 struct ChunkedReduction {
   std::vector<ReducingProduct> products = {};  // empty: not in chunks
   int64_t rest_ps = 0;         // duration of reducing what is not in chunks, such as biases, after the last use
-  int64_t gradient_bytes = 0;  // takes the place of Weight::gradient_bytes
+  int64_t gradient_bytes = 0;  // replaces Weight::gradient_bytes
 };
 
 // A weight, or a group of tensors that are gathered together. Bytes are those of the rank that has most.
@@ -63,16 +63,14 @@ struct Weight {
   int64_t gather_ps = 0;       // duration of a gather; 0 if unknown
   int64_t reduce_ps = 0;       // duration of the reduction of a gradient; 0 if unknown
   // Set only for a chunked weight: an additional weight that stands for its original in uses that gather it in chunks
-  // (schedule/chunks.h). Index of the original, and durations of the transfers of all chunks and of the first one.
-  // -1: not a chunked weight.
-  int original = -1;
-  int64_t chunks_ps = 0;
-  int64_t first_chunk_ps = 0;
-  ChunkedReduction in_chunks = {};  // used where Use::in_chunks has the weight
-  // If sharded parts are offloaded to the host: duration of the copy to the device that begins a gather from sharded
-  // parts, and of the copy to the host that ends a reduction.
-  int64_t fetch_ps = 0;
-  int64_t send_ps = 0;
+  // (schedule/chunks.h).
+  int original = -1;                // index of the original; -1: not a chunked weight
+  int64_t chunks_ps = 0;            // duration of the transfers of all chunks
+  int64_t first_chunk_ps = 0;       // duration of the transfer of the first chunk
+  ChunkedReduction in_chunks = {};  // how uses with this weight in Use::in_chunks reduce its gradient
+  // Set only if sharded parts are offloaded to the host.
+  int64_t fetch_ps = 0;  // duration of the copy to the device that begins a gather from sharded parts
+  int64_t send_ps = 0;   // duration of the copy to the host that ends a reduction
 };
 
 // A range of compute.
