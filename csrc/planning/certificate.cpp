@@ -17,8 +17,8 @@
 namespace shardwright {
 namespace {
 
-// Returns the number of ranks, including itself, whose data some rank needs. If parts have no digits, returns a lower
-// bound: the number of largest source parts needed to fill the largest destination part.
+// Returns the number of ranks whose data the worst rank needs, itself included. If parts have no digits, returns a
+// lower bound: the number of largest source parts needed to fill the largest destination part.
 int64_t sources(const Layout& src, const Layout& dst) {
   const bool is_one_mesh = src.mesh() == dst.mesh() && !needs_rearrangement(src, dst);
   const MeshDimSet kept = src.mesh() == dst.mesh() ? dst.partial_dims() : MeshDimSet();

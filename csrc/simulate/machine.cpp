@@ -13,7 +13,7 @@ namespace {
 constexpr double kUnwritten = std::numeric_limits<double>::quiet_NaN();  // value of memory that was not written yet
 
 // Converts one side of a box from elements of the copy's dtype to elements of the buffer's dtype, which may be smaller.
-// An element is stored at the index of its first byte.
+// A copied element is stored at the index of the buffer's element that has its first byte.
 void to_buffer_elements(int64_t& offset, std::vector<int64_t>& strides, DType of_copy, DType of_buffer) {
   if (of_copy == of_buffer) return;
   const int64_t factor = of_copy.size_bytes() / of_buffer.size_bytes();

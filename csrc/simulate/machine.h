@@ -61,7 +61,8 @@ class Machine {
     // Number of messages sent and expected so far, by route.
     std::map<Route, int64_t> sent;
     std::map<Route, int64_t> expected;
-    std::map<int, std::vector<int64_t>> messages_of_ticket;  // numbers, on their routes, of expected messages
+    // By ticket: for each expected message, its number on its route.
+    std::map<int, std::vector<int64_t>> messages_of_ticket;
   };
 
   // Runs the next instruction. Returns false if there is none or if it must wait for another rank.
