@@ -184,8 +184,8 @@ std::vector<std::string> remarks(const Plan& plan, const Certificate& certificat
                                times_text(traffic.received_bytes_sum, certificate.received.bytes_sum),
                                " the bytes that must be sent; the worst rank receives no more than its bound"));
   }
-  const bool pends = !plan.src.partial_dims().empty() || !plan.dst.partial_dims().empty();
-  if (certificate.crossing && !pends && traffic.sent_bytes_max > certificate.least_sent_bytes) {
+  const bool has_partials = !plan.src.partial_dims().empty() || !plan.dst.partial_dims().empty();
+  if (certificate.crossing && !has_partials && traffic.sent_bytes_max > certificate.least_sent_bytes) {
     sentences.push_back(about_senders(certificate));
   } else if (traffic.sent_bytes_max > certificate.least_sent_bytes) {
     sentences.push_back(concat("the busiest rank sends ",

@@ -7,8 +7,8 @@ namespace shardwright {
 std::optional<GemmModel> measured_gemm_model(const PlanningTables& tables, const std::string& device_type,
                                              const DType& dtype) {
   // The dtype itself, then the dtypes whose models are scaled, first choice first.
-  const DType like[] = {dtype, DType::kBFloat16, DType::kFloat16, DType::kFloat32, DType::kFloat64};
-  for (const DType& model_dtype : like) {
+  const DType candidates[] = {dtype, DType::kBFloat16, DType::kFloat16, DType::kFloat32, DType::kFloat64};
+  for (const DType& model_dtype : candidates) {
     const auto found = tables.gemm_models.find({device_type, model_dtype.name()});
     if (found != tables.gemm_models.end()) return found->second;
   }

@@ -135,9 +135,9 @@ Plan make_plan_within(const Layout& src, const Layout& dst, const PlanOptions& o
                       std::optional<int64_t> memory_limit) {
   check_argument(!memory_limit || *memory_limit >= 0, "memory_limit", "at least 0 bytes", memory_limit.value_or(0));
   Plan fastest = make_plan(src, dst, options);
-  const int64_t by_default =
+  const int64_t default_limit =
       dst.largest_part_bytes() + std::max(src.largest_part_bytes(), dst.largest_part_bytes()) + kStagingBytes;
-  const int64_t limit = memory_limit.value_or(by_default);
+  const int64_t limit = memory_limit.value_or(default_limit);
   const bool has_limit = memory_limit.has_value();
   if (peak_at_most(fastest) <= limit || largest(peaks_by_step(fastest, has_limit)) <= limit) return fastest;
 

@@ -139,9 +139,9 @@ bool hold_needed_elements(const Layout& before, const Layout& after, MeshDimSet 
 // of these placements, is_known_move() requires more mesh dims than the move spans.
 bool is_valid_by_parts(const Step& step) {
   const bool is_local = step.op == StepOp::kSlice;
-  const bool pends =
+  const bool changes_pending =
       !(step.before.partial_dims() == step.after.partial_dims()) || !same_pending_reductions(step.before, step.after);
-  if (pends || step.before.flattened() != step.after.flattened()) return false;
+  if (changes_pending || step.before.flattened() != step.after.flattened()) return false;
   if (!hold_needed_elements(step.before, step.after, is_local ? MeshDimSet() : step.mesh_dims)) return false;
   if (is_local) return true;
   return is_named_by_collective(step);
@@ -166,8 +166,8 @@ bool is_valid_on_mesh(const Step& step) {
 
 // Returns true if the fields of a kCross step are valid.
 bool crosses(const Step& step) {
-  const bool pends = !step.before.partial_dims().empty() || !step.after.partial_dims().empty();
-  return !(step.before.mesh() == step.after.mesh()) && !pends && step.mesh_dims.empty() && !step.ordered &&
+  const bool has_pending = !step.before.partial_dims().empty() || !step.after.partial_dims().empty();
+  return !(step.before.mesh() == step.after.mesh()) && !has_pending && step.mesh_dims.empty() && !step.ordered &&
          step.policy != ReplicaPolicy::kAligned &&
          (step.policy == ReplicaPolicy::kNodeLocal) == (step.ranks_per_node > 0);
 }

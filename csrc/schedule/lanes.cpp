@@ -14,9 +14,10 @@ bool has_times(const StepSchedule& s) {
   const auto takes_time = [&](const Gather& g) {
     return s.weights[g.weight].gather_ps > 0 || s.weights[g.weight].fetch_ps > 0;
   };
-  const auto is_small = [&](const Gather& g) { return s.weights[g.weight].use_bytes == 0; };
+  const auto has_no_bytes = [&](const Gather& g) { return s.weights[g.weight].use_bytes == 0; };
   return !s.uses.empty() && std::all_of(s.uses.begin(), s.uses.end(), [](const Use& u) { return u.compute_ps > 0; }) &&
-         std::all_of(s.gathers.begin(), s.gathers.end(), [&](const Gather& g) { return takes_time(g) || is_small(g); });
+         std::all_of(s.gathers.begin(), s.gathers.end(),
+                     [&](const Gather& g) { return takes_time(g) || has_no_bytes(g); });
 }
 
 namespace {

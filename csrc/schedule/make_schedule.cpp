@@ -194,16 +194,16 @@ class Residency {
   // Makes room at use i for the weights of uses i, ..., last: releases other resident weights, the latest next use
   // first, until the rest fits. A weight is released right after its previous use.
   void evict_for(int i, int last) {
-    const std::set<int> stays = resident_at(i, last);
+    const std::set<int> needed = resident_at(i, last);
     int64_t bytes = bytes_at(i, last);
-    std::vector<std::pair<int, int>> others;  // next use and weight
+    std::vector<std::pair<int, int>> evictable;  // next use and weight
     for (const auto& [w, buffer] : resident_) {
-      if (stays.contains(w)) continue;
-      others.emplace_back(*std::upper_bound(uses_of_[w].begin(), uses_of_[w].end(), i), w);
+      if (needed.contains(w)) continue;
+      evictable.emplace_back(*std::upper_bound(uses_of_[w].begin(), uses_of_[w].end(), i), w);
       bytes += size(w);
     }
-    std::sort(others.rbegin(), others.rend());
-    for (const auto& [next, w] : others) {
+    std::sort(evictable.rbegin(), evictable.rend());
+    for (const auto& [next, w] : evictable) {
       if (bytes <= limit_bytes_) return;
       bytes -= size(w);
       release(w, *std::prev(std::lower_bound(uses_of_[w].begin(), uses_of_[w].end(), i)));
@@ -305,13 +305,14 @@ StepSchedule with_limit(StepSchedule schedule, int64_t limit_bytes) {
 
 // Plans buffers and gathers for a schedule that has its reductions planned. Tries limits on buffer bytes from the
 // available memory down, and returns the first schedule that fits into the budget; nullopt if none does.
-std::optional<StepSchedule> within(int64_t budget_bytes, const StepSchedule& reduced, int64_t least_limit_bytes) {
-  const int64_t available = budget_bytes - reduced.peak_beside_bytes - reduced.options.held_bytes;
+std::optional<StepSchedule> fit_into_budget(int64_t budget_bytes, const StepSchedule& with_reductions,
+                                            int64_t least_limit_bytes) {
+  const int64_t available = budget_bytes - with_reductions.peak_beside_bytes - with_reductions.options.held_bytes;
   for (int64_t limit = available; limit >= least_limit_bytes;) {
-    StepSchedule schedule = with_limit(reduced, limit);
+    StepSchedule schedule = with_limit(with_reductions, limit);
     if (schedule.arena_bytes <= available) return schedule;
     // The new limit is below the current peak of live buffers, so the next attempt differs.
-    limit = std::min(limit, schedule.live_buffer_bytes) - reduced.options.alignment_bytes;
+    limit = std::min(limit, schedule.live_buffer_bytes) - with_reductions.options.alignment_bytes;
   }
   return std::nullopt;
 }
@@ -363,8 +364,8 @@ StepSchedule make_schedule(std::vector<Weight> weights, std::vector<Use> uses, c
   if (!options.budget_bytes) return with_limit(std::move(overlapping), std::numeric_limits<int64_t>::max());
 
   const int64_t least = Residency(overlapping, 0).least_limit_bytes();
-  const std::optional<StepSchedule> overlapped = within(*options.budget_bytes, overlapping, least);
-  const std::optional<StepSchedule> blocked = within(*options.budget_bytes, blocking, least);
+  const std::optional<StepSchedule> overlapped = fit_into_budget(*options.budget_bytes, overlapping, least);
+  const std::optional<StepSchedule> blocked = fit_into_budget(*options.budget_bytes, blocking, least);
   if (overlapped && (!blocked || cost_bytes(*overlapped) <= cost_bytes(*blocked))) return *overlapped;
   if (blocked) return *blocked;
   const StepSchedule smallest = with_limit(blocking, least);

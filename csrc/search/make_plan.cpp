@@ -123,7 +123,7 @@ Layout goal_of(const Layout& src, const Layout& dst, const PartialWork& work) {
 }
 
 // Returns true if some cut is neither chunks nor strided.
-bool has_rules(const Layout& layout) {
+bool has_cuts_by_rule(const Layout& layout) {
   return std::any_of(layout.placements().begin(), layout.placements().end(),
                      [](const Placement& placement) { return placement.kind == PlacementKind::kShardByRule; });
 }
@@ -198,7 +198,7 @@ Plan make_plan(const Layout& src, const Layout& dst, const PlanOptions& options)
   const PartialWork work = any_partial_work(src, dst);
   if (src == dst) return plan;
   // Layouts of other rules are compared here; the search itself finds equal parts of chunks and strided cuts.
-  const bool may_have_same_parts = (has_rules(src) || has_rules(dst)) && src.mesh() == dst.mesh() &&
+  const bool may_have_same_parts = (has_cuts_by_rule(src) || has_cuts_by_rule(dst)) && src.mesh() == dst.mesh() &&
                                    src.flattened() == dst.flattened() && src.partial_dims() == dst.partial_dims();
   if (may_have_same_parts && same_parts(src, dst)) return plan;
 
