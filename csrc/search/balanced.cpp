@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "exchange/grid_exchange.h"
+#include "layout/positions.h"
 #include "search/relays.h"
 #include "support/error.h"
 
@@ -235,16 +236,11 @@ class Receivers {
     return lists;
   }
 
-  // Returns the positions that differ from this one only in mesh dims that cut other tensor dims, row-major.
+  // Returns the positions of a receiver, row-major, given the position with coordinate 0 on mesh dims that cut other
+  // tensor dims.
   std::vector<int64_t> positions_of(int64_t position) const {
-    std::vector<int64_t> positions{position};
-    for (const int d : other_dims_.to_vector()) {
-      std::vector<int64_t> more;
-      for (const int64_t p : positions) {
-        for (int64_t c = 0; c < goal_.mesh().dim_size(d); ++c) more.push_back(p + c * goal_.mesh().stride(d));
-      }
-      positions = std::move(more);
-    }
+    std::vector<int64_t> positions = positions_along(goal_.mesh(), other_dims_.to_vector());
+    for (int64_t& p : positions) p += position;
     return positions;
   }
 

@@ -34,13 +34,14 @@ void Choices::allow_cut(int mesh_dim) {
   for (const int t : tensor_dims_) alternatives_[mesh_dim].push_back(t);
 }
 
-// Breadth-first over the number of changed mesh dims.
+// Breadth-first over the number of changed mesh dims. Changes mesh dims in ascending order, so no set of changes occurs
+// twice.
 std::vector<Layout> Choices::all() const {
   std::vector<std::map<int, int>> chosen{{}};
   for (size_t i = 0; i < chosen.size() && chosen.size() < kMaxLayouts; ++i) {
-    for (const auto& [mesh_dim, others] : alternatives_) {
+    for (const auto& [mesh_dim, tensor_dims] : alternatives_) {
       if (!chosen[i].empty() && chosen[i].rbegin()->first >= mesh_dim) continue;
-      for (const int tensor_dim : others) {
+      for (const int tensor_dim : tensor_dims) {
         chosen.push_back(chosen[i]);
         chosen.back()[mesh_dim] = tensor_dim;
       }

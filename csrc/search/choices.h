@@ -43,8 +43,8 @@ class Choices {
 
   const Layout layout_;
   const std::vector<int>& tensor_dims_;
-  std::map<int, std::vector<int>>
-      alternatives_;  // by mesh dim: the tensor dims that it may cut instead, or kReplicated
+  // By mesh dim: the tensor dims that it may cut instead, or kReplicated.
+  std::map<int, std::vector<int>> alternatives_;
 };
 
 // Returns layouts before a crossing (search/two_meshes.h) to which moves lead from `src`. Each mesh dim may stay as it

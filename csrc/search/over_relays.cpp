@@ -147,7 +147,9 @@ class RelaySearch {
     return options_.max_held == 0 || relays.largest_part_elements() <= options_.max_held;
   }
 
-  // Returns the number of ranks of few() that send to different ranks of many().
+  // Estimates how many ranks of few() send at the same time in the first crossing: enough to reach all `members` of
+  // many() once, if each reaches the mean number of ranks whose parts overlap its own. With fan-in, they receive in the
+  // last crossing.
   int64_t num_senders(int64_t members) const {
     const int64_t overlaps = GridExchange(from_, to_, ReplicaPolicy::kWholeMessages).num_overlaps();
     const int64_t size = few().mesh().size();

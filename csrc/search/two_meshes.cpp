@@ -26,18 +26,18 @@ namespace {
 // Mesh dims of the destination are split if a plan takes longer than the lower bound by more than 1/8 of it.
 constexpr int64_t kSplitsAboveFraction = 8;
 
-// Relays are tried if they are estimated to save 1 / kRelaysAboveFraction of a plan's time. They are also tried if the
-// crossing's messages take more than this fraction, if the saved messages take longer than another step, and if one
-// side has kRelaysAboveRatio times as many messages as the other, where a relay has those of all ranks that it stands
-// for.
+// Relays are tried if they are estimated to save 1 / kRelaysAboveFraction of a plan's time. They are also tried if
+// three conditions hold: the busiest rank of one side has kRelaysAboveRatio times as many messages in the crossing as
+// that of the other side; its messages take 1 / kRelaysAboveFraction of the time; and the messages that relays save
+// take longer than another step.
 constexpr int64_t kRelaysAboveFraction = 4;
 constexpr int64_t kRelaysAboveRatio = 4;
 constexpr size_t kPairsWithRelays = 4;  // maximum number of pairs of layouts that are tried with relays
 
 // Conditions under which pairs of layouts are tried as plans in segments.
-constexpr int64_t kSegmentsAboveFraction = 20;      // sent exceed received bytes, and time its bound, by over 1/20
-constexpr int64_t kSegmentsAboveSteps = 8;          // minimum bound in step latencies, which each segment pays
-constexpr size_t kPairsInSegments = 6;              // maximum number of these pairs
+constexpr int64_t kSegmentsAboveFraction = 20;  // sent bytes exceed received bytes, and time its bound, by 1/20
+constexpr int64_t kSegmentsAboveSteps = 8;      // minimum time bound, in latencies of a step: each segment pays them
+constexpr size_t kPairsInSegments = 6;          // maximum number of these pairs
 constexpr int64_t kMaxRanksTriedInSegments = 1024;  // maximum number of ranks of both meshes together
 
 // Maximum number of overlaps of parts with which ReplicaPolicy::kNodeLocal is tried, because it lists all messages.
