@@ -57,7 +57,7 @@ std::string names(const StepSchedule& s, const std::vector<int>& weights) {
   return join(weight_names);
 }
 
-// Returns the reductions that start after a use and are not in chunks.
+// Returns the indices of the reductions that start after a use and are not in chunks.
 std::vector<int> reduced_whole_after(const StepSchedule& s, int use) {
   return indices(s.reductions, [&](const Reduction& r) { return r.start == use && !r.in_chunks; });
 }

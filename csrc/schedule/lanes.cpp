@@ -114,6 +114,7 @@ class Lanes {
     LaneSpan& span = lanes_.uses[i];
     span = {now_, end_of_compute(i, now_)};
     lanes_.compute_ps += use.compute_ps;
+    // Half of a backward needs the chunks of weights, and the other half computes the chunks of gradients.
     const int64_t half_ps = use.pass == Pass::kBackward ? use.compute_ps / 2 : 0;
     for (const int w : s_.gathered_within(i)) {
       const LaneSpan chunks = transfer(now_, s_.weights[w].chunks_ps);

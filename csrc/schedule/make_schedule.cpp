@@ -257,7 +257,7 @@ void plan_reductions(StepSchedule& schedule, bool overlaps) {
     }
     for (const int w : use.gradients) {
       const int first = begin[w] < 0 ? i : begin[w];
-      if (latest[w] >= 0) {
+      if (latest[w] >= 0) {  // a weight has at most one reduction at a time
         Reduction& before = schedule.reductions[latest[w]];
         before.finish = std::min(before.finish, i - 1);
       }
