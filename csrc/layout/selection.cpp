@@ -30,35 +30,35 @@ struct EvenPieces {
   Steps repeats;
 };
 
-// Appends `more` to `list` and returns true, if lengths and distances match and both sides ascend. Else returns false.
-bool try_join(EvenPieces& list, const EvenPieces& more) {
-  if (list.length != more.length || list.repeats.count > 1 || more.repeats.count > 1) return false;
-  const Steps step{2, more.from - list.from - (list.steps.count - 1) * list.steps.from,
-                   more.to - list.to - (list.steps.count - 1) * list.steps.to};
+// Appends `more` to `group` and returns true, if lengths and distances match and both sides ascend. Else returns false.
+bool try_join(EvenPieces& group, const EvenPieces& more) {
+  if (group.length != more.length || group.repeats.count > 1 || more.repeats.count > 1) return false;
+  const Steps step{2, more.from - group.from - (group.steps.count - 1) * group.steps.from,
+                   more.to - group.to - (group.steps.count - 1) * group.steps.to};
   const auto fits = [&](const Steps& steps) {
     return steps.count == 1 ? step.from > 0 && step.to > 0 : step.from == steps.from && step.to == steps.to;
   };
-  if (!fits(list.steps) || !fits(more.steps)) return false;
-  list.steps = {list.steps.count + more.steps.count, step.from, step.to};
+  if (!fits(group.steps) || !fits(more.steps)) return false;
+  group.steps = {group.steps.count + more.steps.count, step.from, step.to};
   return true;
 }
 
 // Groups pieces of equal lengths and distances greedily. Pieces at 0, 8, 16 and 17 make a group of three and a group of
 // one. A repeating block of several pieces is grouped by itself, and each of its groups repeats.
 std::vector<EvenPieces> even_pieces(const PieceList& pieces) {
-  std::vector<EvenPieces> lists;
+  std::vector<EvenPieces> groups;
   for (const auto& [block, count, shift] : pieces.blocks()) {
     const Steps repeats{count, shift.a, shift.b};
-    const size_t first = lists.size();
+    const size_t first = groups.size();
     for (const Piece& piece : block) {
-      EvenPieces list{piece.length, piece.a_position, piece.b_position, {}, {}};
-      if (block.size() == 1) list.steps = repeats;
+      EvenPieces group{piece.length, piece.a_position, piece.b_position, {}, {}};
+      if (block.size() == 1) group.steps = repeats;
       const size_t first_joinable = count == 1 || block.size() == 1 ? 0 : first;
-      if (lists.size() <= first_joinable || !try_join(lists.back(), list)) lists.push_back(list);
+      if (groups.size() <= first_joinable || !try_join(groups.back(), group)) groups.push_back(group);
     }
-    for (size_t i = first; i < lists.size() && block.size() > 1; ++i) lists[i].repeats = repeats;
+    for (size_t i = first; i < groups.size() && block.size() > 1; ++i) groups[i].repeats = repeats;
   }
-  return lists;
+  return groups;
 }
 
 // Returns the pieces with the positions of one side (&Piece::a_position or b_position) replaced by positions in the

@@ -39,14 +39,16 @@ std::optional<StripedDim> striped_dim(const Layout& stripes, int mesh_dim) {
 }
 
 // Divides `amount` units among workers such that the busiest worker does as little work as possible. Worker i has done
-// done[i] work already, and each unit takes `times` work. The shares may sum to a little more than `amount`.
+// done[i] work already, and each unit takes `work_per_unit` work. The shares may sum to a little more than `amount`.
 //
-// Example: done = {7, 14, 14, 14, 0, 0, 0, 0}, times = 7, amount = 56. No worker should exceed a level of work; 56 is
-// the least level up to which all workers together do at least 56 units: 7 + 6 + 6 + 6 + 8 + 8 + 8 + 8 = 57.
-std::vector<int64_t> water_fill(const std::vector<int64_t>& done, int64_t times, int64_t amount) {
-  const auto share = [&](int64_t level, size_t worker) { return std::max<int64_t>(level - done[worker], 0) / times; };
+// Example: done = {7, 14, 14, 14, 0, 0, 0, 0}, work_per_unit = 7, amount = 56. No worker should exceed a level of work;
+// 56 is the least level up to which all workers together do at least 56 units: 7 + 6 + 6 + 6 + 8 + 8 + 8 + 8 = 57.
+std::vector<int64_t> water_fill(const std::vector<int64_t>& done, int64_t work_per_unit, int64_t amount) {
+  const auto share = [&](int64_t level, size_t worker) {
+    return std::max<int64_t>(level - done[worker], 0) / work_per_unit;
+  };
   int64_t low = 0;
-  int64_t high = *std::max_element(done.begin(), done.end()) + times * amount;
+  int64_t high = *std::max_element(done.begin(), done.end()) + work_per_unit * amount;
   while (low < high) {
     const int64_t level = low + (high - low) / 2;
     int64_t all = 0;
@@ -115,8 +117,8 @@ std::optional<Layout> balanced(const Layout& before, const Layout& stripes, cons
     mesh_dim = d;
   }
   if (!striped || striped->list_length == 0) return std::nullopt;
-  const int64_t times = mesh.dim_size(mesh_dim) - 1;
-  const int64_t unit = stripe_unit(striped->list_length, times + 1);
+  const int64_t num_peers = mesh.dim_size(mesh_dim) - 1;
+  const int64_t unit = stripe_unit(striped->list_length, num_peers + 1);
   // The elements that a rank holds once this mesh dim is gathered.
   std::vector<std::vector<Cut>> without = stripes.cuts();
   without[striped->tensor_dim].pop_back();
@@ -124,7 +126,7 @@ std::optional<Layout> balanced(const Layout& before, const Layout& stripes, cons
                                .largest_part_elements();
   Layout best = stripes;
   for (int iteration = 0; iteration < kMaxIterations; ++iteration) {
-    const std::vector<int64_t> shares = water_fill(sent_by_coordinate(before, best, mesh_dim), times, elements);
+    const std::vector<int64_t> shares = water_fill(sent_by_coordinate(before, best, mesh_dim), num_peers, elements);
     std::vector<int64_t> lengths = proportional_lengths(shares, striped->list_length / unit);
     for (int64_t& length : lengths) length *= unit;
     best = with_lengths(stripes, *striped, lengths);

@@ -150,25 +150,25 @@ class GroupView {
 
   // Keeps the cuts if both sides have the same dims apart from dims of size 1. Returns false otherwise.
   bool keep(Result& result) const {
-    std::vector<size_t> src, dst;
+    std::vector<size_t> src_dims, dst_dims;
     for (size_t i = 0; i < src_.size(); ++i) {
-      if (src_[i] != 1) src.push_back(i);
+      if (src_[i] != 1) src_dims.push_back(i);
       if (src_[i] == 1 && !cuts_[i].empty() && src_ != dst_) return false;
     }
     for (size_t j = 0; j < dst_.size(); ++j) {
-      if (dst_[j] != 1) dst.push_back(j);
+      if (dst_[j] != 1) dst_dims.push_back(j);
     }
     if (src_ == dst_) {  // then cut dims of size 1 stay, too
-      src.resize(src_.size());
-      std::iota(src.begin(), src.end(), size_t{0});
-      dst = src;
+      src_dims.resize(src_.size());
+      std::iota(src_dims.begin(), src_dims.end(), size_t{0});
+      dst_dims = src_dims;
     }
-    if (src.size() != dst.size()) return false;
-    for (size_t i = 0; i < src.size(); ++i) {
-      if (src_[src[i]] != dst_[dst[i]]) return false;
+    if (src_dims.size() != dst_dims.size()) return false;
+    for (size_t i = 0; i < src_dims.size(); ++i) {
+      if (src_[src_dims[i]] != dst_[dst_dims[i]]) return false;
     }
-    for (size_t i = 0; i < src.size(); ++i) {
-      for (const Cut& c : cuts_[src[i]]) result.cuts[first_ + dst[i]].push_back({c.mesh_dim, 0, c.rule});
+    for (size_t i = 0; i < src_dims.size(); ++i) {
+      for (const Cut& c : cuts_[src_dims[i]]) result.cuts[first_ + dst_dims[i]].push_back({c.mesh_dim, 0, c.rule});
     }
     return true;
   }
