@@ -369,11 +369,11 @@ StepSchedule make_schedule(std::vector<Weight> weights, std::vector<Use> uses, c
   if (overlapped && (!blocked || cost_bytes(*overlapped) <= cost_bytes(*blocked))) return *overlapped;
   if (blocked) return *blocked;
   const StepSchedule smallest = with_limit(blocking, least);
-  throw UserError(concat(
-      "budget_bytes must be at least ", smallest.peak_bytes(), ", got ", *options.budget_bytes, ". The minimum is ",
-      smallest.arena_bytes, " for gathered weights + ", smallest.peak_gradient_bytes, " for gradients",
-      smallest.peak_activation_bytes > 0 ? concat(" + ", smallest.peak_activation_bytes, " for activations") : "",
-      options.held_bytes > 0 ? concat(" + ", options.held_bytes, " for memory that stays allocated") : ""));
+  throw UserError(
+      concat("budget_bytes must be at least ", smallest.peak_bytes(), ", got ", *options.budget_bytes,
+             ". The minimum is ", smallest.arena_bytes, " for gathered weights + ", smallest.peak_beside_bytes,
+             smallest.peak_activation_bytes > 0 ? " for gradients and activations" : " for gradients",
+             options.held_bytes > 0 ? concat(" + ", options.held_bytes, " for memory that stays allocated") : ""));
 }
 
 StepSchedule fastest_schedule(const std::vector<Weight>& weights, const std::vector<Use>& uses,
