@@ -113,8 +113,8 @@ void check_order(const Mesh& mesh, const std::vector<Placement>& placements, int
     }
     std::sort(listed.begin(), listed.end());
     if (listed == expected) continue;
-    throw UserError(concat("shard_order: mesh dims of tensor dim ", tensor_dim, " must be each of (", join(expected),
-                           ") once, got (", join(mesh_dims), ")"));
+    throw UserError(concat("shard_order: mesh dims of tensor dim ", tensor_dim, " must be a permutation of (",
+                           join(expected), "), got (", join(mesh_dims), ")"));
   }
 }
 
