@@ -44,7 +44,7 @@ struct NoFit {
 // Example: dims (5, 4) on a=2, the first cut into chunks. Rank 0 holds the elements [0, 12) and rank 1 [12, 20).
 //   dims (20)      a cuts the dim into blocks of 4
 //   dims (5, 4)    a cuts the first dim into chunks
-//   dims (2, 10)   no cuts: [0, 12) is row 0 and two elements of row 1, which is no product of parts of the dims
+//   dims (2, 10)   no cuts: [0, 12) is row 0 and two elements of row 1, not a product of parts of the dims
 std::variant<std::vector<std::vector<Cut>>, NoFit> fitting_cuts(const Holdings& holdings,
                                                                 const std::vector<int64_t>& dims);
 

@@ -24,7 +24,7 @@ namespace shardwright {
 // The reason why a layout has no view of a shape.
 struct NoView {
   std::string reason;    // a clause: "rank 2 holds the elements 4-6 of the 20 that become (4, 5), ..."
-  MeshDimSet mesh_dims;  // the mesh dims that cut the dims without a view; without their cuts, the view moves nothing
+  MeshDimSet mesh_dims;  // the mesh dims whose cuts prevent the view; with several groups of dims, those of the first
   std::optional<Layout> on_parts = std::nullopt;  // the view, if there is one that DTensor cannot express
 };
 
@@ -50,7 +50,7 @@ std::variant<Layout, NoView> dtensor_view_of(const Layout& layout, const std::ve
 std::vector<int64_t> inferred_shape(const Layout& layout, std::vector<int64_t> shape);
 
 // Returns the layout of the tensor with its dims in another order: dim i of the result is dim dims[i]. Local tensors
-// are permuted in the same way. Throws UserError if `dims` is no permutation, or if it moves flattened dims.
+// are permuted in the same way. Throws UserError if `dims` is not a permutation, or if it moves flattened dims.
 Layout permuted(const Layout& layout, const std::vector<int64_t>& dims);
 
 }  // namespace shardwright
