@@ -63,16 +63,16 @@ void check_mask_tensor(const Attention& attention) {
   check_user(fits, "mask must be broadcastable to [", attention.batch, ", ", attention.heads,
              ", this rank's rows of q, ", attention.key_length(), "], got [", join(mask.shape()), "]");
   check_user(mask_text(attention) == "a tensor",
-             "mask must be an AttentionMask or None with is_causal=True, got a tensor");
+             "mask must be None or a sw.attention.Mask if is_causal is True, got a tensor");
   check_user(!exchanges_heads(attention.method),
              "method must be 'auto', 'ring', 'gather' or 'serial' with a mask that is a tensor, got '",
              method_name(attention.method), "'");
 }
 
 void check_mask(const AttentionMask& mask, int64_t total, int64_t total_keys) {
-  check_user(mask.documents.empty() || total == total_keys, "documents must be left out where queries (", total,
-             ") and keys (", total_keys, ") have sequences of different lengths, got ", mask.documents.size(),
-             " documents");
+  check_user(mask.documents.empty() || total == total_keys,
+             "documents must be left out if q and k have sequences of different lengths (", total, " and ", total_keys,
+             "), got ", mask.documents.size(), " documents");
   check_argument(!mask.window || *mask.window >= 1, "window", "at least 1 (each query sees its own token)",
                  mask.window.value_or(0));
   for (const int64_t document : mask.documents) {

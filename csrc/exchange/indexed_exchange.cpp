@@ -88,11 +88,12 @@ class IndexedExchange::AxisShares {
     for (const std::vector<IntervalList>* lists : sides) {
       for (const IntervalList& list : *lists) {
         runs += ascend ? samples_.max_intervals_in(list) : static_cast<int64_t>(list.size());
-        check_user(runs <= kMaxRunsOfAxis,
-                   "placements: the parts of all ranks must have at most 2^24 intervals together, got ", runs,
-                   " or more; ",
-                   ascend ? "choose block sizes so that source and destination repeat after few common blocks"
-                          : "list the intervals of each part in ascending order");
+        check_user(
+            runs <= kMaxRunsOfAxis,
+            "placements: the parts of all ranks must have at most 2^24 intervals together, got ", runs, " or more; ",
+            ascend
+                ? "choose block sizes whose least common multiple is small, so that source and destination repeat early"
+                : "list the intervals of each part in ascending order");
       }
     }
     return runs;

@@ -10,8 +10,7 @@
 //   row 0    columns 0 to 3: [8, 12)     columns 4 and 5: [0, 2)
 //   row 1    columns 0 to 3: [14, 18)    columns 4 and 5: [2, 4)
 //
-// The elements in columns 0 to 3 do not move. They have indices from 8 on, by which no element of the destination is
-// numbered.
+// The elements in columns 0 to 3 do not move. They have indices from 8 on, which no element of the destination has.
 #include <algorithm>
 #include <iterator>
 #include <map>
@@ -258,9 +257,10 @@ class Lister {
 
   // Throws UserError if there are too many runs.
   void check_runs() const {
-    check_user(std::ssize(listed_.local.stored()) <= CutRule::kMaxRuns,
-               "placements: a part of the flattened dims must have at most 2^20 intervals (intervals that repeat at "
-               "equal distances count once), got more. Before, redistribute this tensor to a layout without such dims");
+    check_user(
+        std::ssize(listed_.local.stored()) <= CutRule::kMaxRuns,
+        "placements: a part of the flattened dims must have at most 2^20 intervals (intervals that repeat at "
+        "equal distances count once), got more. First redistribute this tensor to a layout without flattened dims");
   }
 
   // Maximum number of intervals of a repeated block. Longer blocks are listed one by one.

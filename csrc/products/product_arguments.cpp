@@ -322,8 +322,8 @@ class ProblemMaker {
     const int64_t chunk = length < 0 ? 0 : length / ranks + (length % ranks > 0 ? 1 : 0);
     const int64_t expected = std::clamp<int64_t>(length - given_.rank * chunk, 0, chunk);
     check_user(length >= 0 && (expected == local_length || !given_.checks_parts), argument,
-               " must be a total of which torch.chunk gives ", local_length, " to rank ", given_.rank, " of ", ranks,
-               ", got ", length, ", which gives ", expected);
+               " must be a total length of which torch.chunk gives rank ", given_.rank, " of ", ranks, " a part of ",
+               local_length, ", got ", length, ", of which it gets ", expected);
     return length;
   }
 

@@ -219,7 +219,7 @@ Dataflow ProductPlan::backward(const GradientRequest& request, PlanCache& cache)
              ", ", request.weights.size(), " and ", request.biases.size());
   for (size_t j = 0; j < count; ++j) {
     check_user(!request.biases[j] || problem_.biases[j],
-               "gradients must request a bias only of weights that have one, got the bias of weight ", j);
+               "gradients must not request the gradient of a bias that the problem lacks, got the bias of weight ", j);
   }
   return Backward(*this, request, MovePlanner(problem_.context, cache)).build();
 }

@@ -102,8 +102,9 @@ void check(const ProductProblem& problem) {
     layouts.insert(layouts.end(), {&problem.weights[j], &problem.results[j]});
     if (problem.biases[j]) layouts.push_back(&*problem.biases[j]);
   }
-  check_user(problem.scales.empty() || problem.scaled_by == ScaledBy::kRow, "scales must be by row, got scales by ",
-             scaled_by_name(problem.scaled_by));
+  check_user(problem.scales.empty() || problem.scaled_by == ScaledBy::kRow,
+             "scales must be empty unless scaled_by is 'row', got ", problem.scales.size(), " for scaled_by '",
+             scaled_by_name(problem.scaled_by), "'");
   check_user(problem.scales.empty() || problem.scales.size() == count + 1,
              "scales must be empty, or have one layout for the operand and one for each of ", count, " weights, got ",
              problem.scales.size());
@@ -113,9 +114,9 @@ void check(const ProductProblem& problem) {
   layouts.push_back(&problem.operand);
   for (const Layout* layout : layouts) {
     check_user(layout->flattened() == 1, "placements must not flatten dims in a matrix product, got ", *layout,
-               ". Redistribute the tensor to a layout without flattened dims first");
+               ". First redistribute the tensor to a layout without flattened dims");
     check_user(layout->is_partition(), "placements must not repeat or reorder elements in a matrix product, got ",
-               *layout, ". Redistribute the tensor first");
+               *layout, ". First redistribute the tensor, for example to Replicate()");
     check_argument(layout->mesh() == problem.operand.mesh(), "mesh", "the same for all tensors", *layout, " and ",
                    problem.operand);
   }

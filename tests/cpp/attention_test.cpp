@@ -657,7 +657,7 @@ TEST(Attention, RejectsInvalidArguments) {
   a.mask_tensor->columns = 6;
   EXPECT_EQ(message(a), "");
   a.mask.is_causal = true;
-  EXPECT_NE(message(a).find("mask must be an AttentionMask or None with is_causal=True"), std::string::npos);
+  EXPECT_NE(message(a).find("mask must be None or a sw.attention.Mask if is_causal is True"), std::string::npos);
   a.mask.is_causal = false;
   a.method = AttentionMethod::kUlysses;
   EXPECT_NE(message(a).find("method must be 'auto', 'ring', 'gather' or 'serial' with a mask"), std::string::npos);

@@ -497,7 +497,7 @@ TEST(Rules, ProductsRejectRepeatedElements) {
   for (int which = 0; which < 3; ++which) {
     const std::string error =
         error_of_product(which == 0 ? pieces : plain, which == 1 ? pieces : plain, which == 2 ? pieces : plain);
-    EXPECT_NE(error.find("Pieces(0,0-3:1-4)]. Redistribute the tensor first"), std::string::npos) << error;
+    EXPECT_NE(error.find("Pieces(0,0-3:1-4)]. First redistribute the tensor"), std::string::npos) << error;
   }
 }
 

@@ -344,7 +344,7 @@ def _invalid_forms() -> None:
     q = torch.zeros(2, 2, 4, 8, device=meshes.device)
     mask = torch.zeros(4, 8, device=meshes.device)
     cases: list[tuple[Any, dict[str, Any], str]] = [
-        ((q, q, q), {"mask": mask, "is_causal": True}, "mask must be an AttentionMask or None with is_causal=True"),
+        ((q, q, q), {"mask": mask, "is_causal": True}, "mask must be None or a sw.attention.Mask if is_causal is True"),
         (
             (q, q, q),
             {"mask": mask, "method": "ulysses"},
