@@ -25,7 +25,7 @@ IntervalList flattened(const std::vector<IntervalList>& lists, const std::vector
   return all;
 }
 
-// Returns the axis that a mesh dim with a reduction that stays pending cuts: one index for each coordinate.
+// Returns the axis of a mesh dim whose reduction stays pending: one index for each coordinate.
 AxisGrid::Axis axis_of_partial(const Mesh& mesh, int mesh_dim) {
   AxisGrid::Axis axis{{mesh_dim}, {}, {}, {}};
   for (int64_t c = 0; c < mesh.dim_size(mesh_dim); ++c) axis.lists.push_back({{c, c + 1}});

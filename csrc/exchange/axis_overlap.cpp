@@ -57,10 +57,10 @@ void for_each_overlap_in_runs(const Mesh& mesh, int64_t position, MeshDimSet var
   if (last > first) visit_chunk(last);
 }
 
-// Calls visit(elements, times) for the overlaps of a target with the parts that these coordinates get of a single
-// interval, which one cut divides. The target must intersect the interval. Does not list the parts. Handles chunks with
-// any target that has no repeats, and strided parts with a target of a single interval. Otherwise returns false without
-// a visit.
+// Divides the interval `list` by one cut, and calls visit(elements, times) for the overlaps of a target with the parts
+// at these coordinates, without listing the parts. The target must intersect the interval. Handles chunks with any
+// target that has no repeats, and strided parts with a target of a single interval. Otherwise returns false without a
+// visit.
 template <typename Visit>
 bool visit_parts_of_one_cut(int64_t k, Interval coordinates, Interval list, const CutRule& rule,
                             const IntervalList& target, const Visit& visit) {

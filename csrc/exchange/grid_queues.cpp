@@ -53,10 +53,10 @@ void GridExchange::Geometry::find_absent() {
   }
 }
 
-// First computes the longest range: the longest queue, divided evenly among its senders. If a sender can then serve its
-// number of replicas of the destination, the quota of a queue is that of whole replicas, else the longest range.
-// Example: two senders serve three replicas of 4 elements each. The quota is 8 if another queue has a range of 8 or
-// more, else 6.
+// First computes the longest range: the longest queue, divided evenly among its senders. The quota of a queue is the
+// length of the whole replicas of the destination that each sender serves if replicas are divided among senders, but at
+// most the longest range. Example: two senders serve three replicas of 4 elements, so each serves up to two replicas.
+// The quota is 8 if another queue has a range of 8 or more. If the longest range is 6, the quota is 6.
 void GridExchange::Geometry::find_queues() {
   queues.resize(src.parts());
   for (int64_t part = 0; part < src.parts(); ++part) {

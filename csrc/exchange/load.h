@@ -26,8 +26,7 @@ struct Ratio {
 // may do job B, with an amount of 6.
 //
 //   load 4 = 12 / 3 (all jobs)    team 0 can do 4 of A's 6. The minimum cut is {A}
-//   load 6 = 6 / 1  ({A})         team 0 does A, and team 1 does B, 3 by each worker. All jobs are done: the result is
-//   6
+//   load 6 = 6 / 1  ({A})         team 0 does A, and each worker of team 1 does 3 of B. The result is 6
 struct SharedWork {
   struct Job {
     int64_t amount = 0;

@@ -9,8 +9,8 @@
 namespace shardwright {
 namespace {
 
-// Returns a map from each number of elements to the number of members of the group around a position whose parts have
-// so many. Multiplies the counts of parts by length, tensor dim by tensor dim.
+// Counts the members of a position's group by the number of elements of their parts. Multiplies the counts of parts by
+// length, tensor dim by tensor dim.
 std::map<int64_t, int64_t> members_by_size(const Layout& layout, MeshDimSet group_dims, int64_t position) {
   const Mesh& mesh = layout.mesh();
   std::map<int64_t, int64_t> members{{1, mesh.group_size(group_dims - layout.cut_dims())}};

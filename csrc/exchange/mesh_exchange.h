@@ -59,8 +59,7 @@ class MeshExchange final : public Exchange {
   int64_t num_needed(int64_t position) const { return move_.needed.num_elements(position); }
   // Returns the number of messages that a rank sends in a reduce-scatter by messages (CountsByDim).
   int64_t reduce_scatter_messages(int64_t position) const { return counts_by_dim().reduce_scatter_messages(position); }
-  // Returns a map from each number of elements to the number of members of a rank's group that need so many. Does not
-  // visit members.
+  // Counts the members of a rank's group by the number of elements that they need. Does not visit members.
   std::map<int64_t, int64_t> members_by_need(int64_t position) const;
   // Returns the number of elements that one member of a group sends another.
   int64_t elements_between(int64_t from, int64_t to) const { return transfer(group(from), from, to).count(); }

@@ -34,12 +34,12 @@ class MessageClasses {
   // Returns all messages that a rank sends or receives, by class. A rank exchanges data with the members of its group
   // that have its coordinates on the replica dims (group_move.h).
   std::vector<MessageClass> of_rank(int64_t position, Direction direction);
-  // Returns the number of these members, the rank included, that hold some of the indices that the rank needs of a
-  // tensor dim. Members that hold equal parts count once.
+  // Returns the number of different parts of a tensor dim that members of the rank's group, the rank included, hold and
+  // that have indices which the rank needs.
   int64_t num_sources(int tensor_dim, int64_t position);
-  // Returns one number for each tensor dim, with one round. If two ranks have equal profiles, their messages agree in
-  // number, lengths and contiguity. Returns nullopt if the mesh dims that cut a tensor dim have too many combinations
-  // of coordinates.
+  // Returns a rank's profile: one number for each tensor dim. If two ranks have equal profiles, their messages agree in
+  // number, lengths and contiguity. Messages must be sent in one round. Returns nullopt if the mesh dims that cut a
+  // tensor dim have too many combinations of coordinates.
   std::optional<std::vector<int>> profile(int64_t position);
 
  private:
@@ -63,7 +63,8 @@ class MessageClasses {
   // Returns the overlaps of a rank's part of a tensor dim (held to send, needed to receive) with the parts of its
   // peers, itself included.
   const OverlapClasses& overlaps(int tensor_dim, int64_t position, Direction direction);
-  // Returns a number that stands for all values of one tensor dim, except offsets, on which extents of messages depend.
+  // Returns the number of one tensor dim in a rank's profile. It is equal for ranks whose parts and overlaps on this
+  // dim are equal except for offsets.
   int profile_in(int tensor_dim, int64_t position);
 
   GroupMove& move_;

@@ -11,12 +11,13 @@
 namespace shardwright {
 namespace {
 
-// An assignment of the rows of a dim to ranks that leaves the most elements on their rank. A rank *keeps* a row that it
-// holds and is assigned, at most max_rows_ of them. The value of a kept row is the number of the rank's elements in it,
-// which is equal for all rows of a rank. A rank has max_rows_ places; the sets of places that different rows can fill
-// form a matroid, so a greedy choice is optimal: in descending order of value, each rank keeps as many rows as
-// possible, by augmenting paths, while earlier ranks keep as many as before. Rows that the same ranks hold are of one
-// *kind*.
+// An assignment of the rows of a dim to ranks that leaves the most elements on their rank. A rank *keeps* the rows that
+// it holds and that are assigned to it, at most max_rows_. The value of a kept row is the number of the rank's elements
+// in it, which is equal for all rows of a rank. Rows that the same ranks hold are of one *kind*.
+//
+// A rank has max_rows_ places; the sets of places that different rows can fill form a matroid, so a greedy choice is
+// optimal: in descending order of value, each rank keeps as many rows as possible, by augmenting paths, while earlier
+// ranks keep as many as before.
 class RowAssignment {
  public:
   RowAssignment(int64_t rows, const std::vector<IntervalList>& held, std::vector<int64_t> row_elements)

@@ -33,9 +33,9 @@ int64_t elements_of(const std::vector<OpenRange>& open, size_t first) {
   return elements;
 }
 
-// Returns the least level such that the senders send `elements` or more if each sends until its total is the level.
-// `sent` has the elements that each sends already. Example: for sent = {10, 0, 30} and 20 elements the level is 15: the
-// first two send 5 and 15.
+// Returns the level to which the totals of the senders must be raised so that they send `elements` more, rounded up.
+// `sent` has the total of each sender so far. Example: for sent = {10, 0, 30} and 20 elements the level is 15: the
+// first two senders send 5 and 15 more.
 int64_t level_for(std::vector<int64_t> sent, int64_t elements) {
   std::sort(sent.begin(), sent.end());
   int64_t sum = elements;

@@ -30,9 +30,9 @@ struct NodeMessage {
   Interval range;  // within [0, Need::elements) of the receiver
 };
 
-// Nodes are `ranks_per_node` consecutive ranks each. No rank is in both lists, and there is at least one candidate
-// sender. A sender sends at most `max_within_node` elements within its node, which must be at least an even share of
-// all needed elements. Returns at most one message for each pair of ranks.
+// Returns the messages, at most one for each pair of ranks. Nodes are `ranks_per_node` consecutive ranks each. No rank
+// may be in both lists, and there must be at least one candidate sender. A sender sends at most `max_within_node`
+// elements within its node, which must be at least an even share of all needed elements.
 std::vector<NodeMessage> assign_within_nodes(std::vector<Rank> senders, std::vector<Need> needs, int64_t ranks_per_node,
                                              int64_t max_within_node);
 

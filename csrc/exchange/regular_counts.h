@@ -30,8 +30,9 @@ class RegularCounts {
   Traffic upper_bound() const;
 
   bool has_ties() const { return !ties_.empty(); }
-  // Return the values of all ties that a rank's part before the move has, and those that its part after it has. Two
-  // ranks have common elements if and only if the sender's values before are the receiver's values after.
+  // Return the value of each tie in a rank's part before the move, and in its part after the move. The
+  // sender's part and the receiver's part have common elements if and only if the sender's values before are the
+  // receiver's values after.
   std::vector<int64_t> tie_values_before(int64_t position) const;
   std::vector<int64_t> tie_values_after(int64_t position) const;
   bool ties_agree(int64_t from, int64_t to) const;

@@ -4,11 +4,11 @@
 // part sends one range of the queue. All ranges of a group have the same length, the least that covers every queue:
 // shorter ranges would split more messages without relieving the busiest rank.
 //
-// Example: 12 rows on (a=2, b=2) move from [S(0), R] to [R, S(0)]. Rows 0 to 5 are held by ranks 0 and 1, and of the
-// others only rank 2 needs them.
+// Example: 12 rows on (a=2, b=2) move from [S(0), R] to [R, S(0)]. Ranks 0 and 1 hold rows 0 to 5. Of ranks 2 and 3,
+// only rank 2 needs these rows.
 //
-//   kWholeMessages    rank 0 sends rank 2 rows 0 to 5
-//   kEvenBytes        rank 0 sends rank 2 rows 0 to 2, and rank 1 sends it rows 3 to 5
+//   kWholeMessages    rank 0 sends rows 0 to 5 to rank 2
+//   kEvenBytes        rank 0 sends rows 0 to 2 to rank 2, and rank 1 sends rows 3 to 5 to rank 2
 #pragma once
 
 #include <cstddef>
