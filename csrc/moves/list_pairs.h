@@ -17,8 +17,9 @@ namespace shardwright {
 
 // Counts of indices and parts that follow from digits. Over several tensor dims, the numbers multiply.
 //
-// Example: 64 rows on node=4, gpu=8, where node spans nodes, move from [S(0), R] (16 rows of each node) to [R, S(0)] (8
-// rows of each gpu). A rank has some of the rows that it needs only if node == gpu / 2: a tie {gpu, 4}.
+// Example: 64 rows move on a mesh node=4, gpu=8, whose mesh dim `node` is between nodes, from [S(0), R] (16 rows of
+// each node) to [R, S(0)] (8 rows of each gpu). A rank has some of the rows that it needs only if node == gpu / 2: a
+// tie {gpu, 4}.
 //
 //   shared 8           a rank with node == gpu / 2 needs 8 rows and has all of them
 //   differs            ranks with node != gpu / 2 have none of their rows

@@ -24,8 +24,8 @@
 namespace shardwright {
 
 // Returns the corners of a group over `mesh_dims`. A corner is given as the set of mesh dims with the last coordinate;
-// the other mesh dims have the first. For up to five mesh dims these are all corners; for more, only the corners in
-// which all coordinates except at most one are first, or are last.
+// the other mesh dims have the first. For up to five mesh dims these are all corners; for more, only the corners with
+// at most one last coordinate, or at most one first coordinate.
 std::vector<MeshDimSet> corners_of(MeshDimSet mesh_dims);
 // Returns the position of a corner.
 int64_t corner_position(const Mesh& mesh, MeshDimSet last);
@@ -63,8 +63,8 @@ class Corners {
   }
 
  private:
-  // Returns the position with the coordinates of `base` on those of these mesh dims whose parts do not descend, and
-  // coordinate 0 elsewhere.
+  // Returns the position that has the coordinates of `base` on mesh dims whose parts do not descend, if they are in
+  // `mesh_dims`, and coordinate 0 on all other mesh dims.
   uint32_t projected_base(uint32_t base, MeshDimSet mesh_dims) const;
 
   const Mesh& mesh_;

@@ -211,8 +211,8 @@ class Pipeline {
   int64_t copies_ = 0;            // time of the local copies of all steps, in picoseconds
 };
 
-// The shares of non-uniform segments. A step's share is the largest fraction of the longest part, before or after the
-// step, that is in one segment.
+// The shares of non-uniform segments. A step's share is the largest number of indices that a part has in one segment,
+// as a fraction of the longest part, before or after the step.
 class NonUniformSegments {
  public:
   NonUniformSegments(const Plan& plan, int tensor_dim) {
@@ -229,7 +229,7 @@ class NonUniformSegments {
   }
 
  private:
-  // Returns the largest fraction of the longest part that is in one segment.
+  // Returns the largest number of indices that a part has in one segment, as a fraction of the longest part.
   static Share share(const PartsInSegments& parts, int64_t count) {
     return parts.longest() == 0 ? Share{1, count} : Share{parts.largest_count_in_segment(count), parts.longest()};
   }
@@ -254,7 +254,7 @@ int64_t predicted_picoseconds(const Plan& plan) {
 
 namespace {
 
-// Non-uniform segments have a program each, so few counts are tried, and the time must be less by more than 1/50.
+// Non-uniform segments have a program each, so few counts are tried, and they must save more than 1/50 of the time.
 constexpr int64_t kNonUniformCounts[] = {2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32};
 constexpr int64_t kNonUniformGainFraction = 50;
 
@@ -275,7 +275,7 @@ bool may_have_segments(const Plan& plan) {
   return plan.steps.size() >= 2 && static_cast<int64_t>(ranks_of(plan).size()) <= kMaxRanksInSegments;
 }
 
-// Replaces `best` by the fastest non-uniform segments if they are enough faster.
+// Replaces `best` by the fastest non-uniform segments if they save enough of its time.
 void try_non_uniform(const Plan& plan, const Pipeline& pipeline, TimedSegments& best) {
   const auto is_faster = [&](int64_t time) {
     return time < best.picoseconds - best.picoseconds / kNonUniformGainFraction;

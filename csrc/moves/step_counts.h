@@ -16,12 +16,17 @@ Link link_of(const Exchange& exchange, const Topology& topology);
 // Returns the slowest link that a step uses.
 Link link_of(const Step& step, const Topology& topology);
 
-// Returns the maxima over ranks of a step's bytes and messages; an exchange has at least one message. Compares all
-// classes of ranks for crossings, and if parts are unequal and cut by rules other than chunks. Otherwise compares the
-// corners of position 0's group (moves/rank_classes.h), where parts are largest, smallest and furthest apart. The
-// result is exact for equal parts and for crossings, and for other rules up to kMaxRanksExamined classes. Otherwise
-// another rank may do more (totals() in moves/traffic.h has the maxima), and times predicted from the result are
-// estimates.
+// Returns the maxima over ranks of a step's bytes and messages; an exchange has at least one message. Examines these
+// ranks:
+//
+//   - For crossings and rearrangements: all ranks.
+//   - With several rounds or kEvenBytes, or if parts are unequal and some rule is neither chunks nor strided: one rank
+//     of each class (moves/rank_classes.h).
+//   - Otherwise: the corners of position 0's group, where parts are largest, smallest and furthest apart.
+//
+// The result is exact for equal parts, for crossings and rearrangements, and for up to kMaxRanksExamined classes.
+// Otherwise another rank may do more (totals() in moves/traffic.h has the maxima), and times predicted from the result
+// are estimates.
 StepCounts step_counts(const Step& step, Lowering lowering);
 
 // Returns the predicted time of a step: that of one round (predicted_picoseconds in cost/cost.h), plus the latency of
