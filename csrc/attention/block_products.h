@@ -29,7 +29,8 @@ struct SequenceBlock {
 class SequenceBlocks {
  public:
   SequenceBlocks(std::vector<SequenceBlock> blocks, int64_t num_ranks);
-  // Returns the blocks of a sequence that every rank holds in full, one after the other.
+  // Makes the blocks of a sequence that every rank holds in full: of_rank() returns all of them for every rank. Their
+  // owner must be 0.
   static SequenceBlocks whole(std::vector<SequenceBlock> blocks, int64_t num_ranks);
   // Returns the same blocks for fewer ranks: each new rank joins `count` consecutive ranks, whose rows follow each
   // other.

@@ -52,7 +52,7 @@ struct BlockTensors {
 };
 
 // Returns the largest nodes, in the tree over the queries that overlap a block of keys, whose blocks rank `by` holds
-// all. Each has its first block of queries. For sums by rank, returns one node of no blocks.
+// all, each with its first block of queries. For sums by rank, returns one node of no blocks.
 std::map<TreeNode, int> nodes_of(const AttentionWriter& writer, int keys, int64_t by) {
   if (!sums_by_token(writer.attention)) return {{TreeNode{}, -1}};
   const std::vector<bool> overlaps = writer.products.query_overlaps(keys);

@@ -1,4 +1,5 @@
-// Exchanges a part of the sequence with all heads for the whole sequence with a share of the heads, and back.
+// Exchanges sequence for heads: each rank gives up its rows of other ranks' heads, and gets the rows of all ranks for
+// its own share of the heads. Results go back in the same way.
 #pragma once
 
 #include <cstdint>

@@ -197,8 +197,9 @@ HeadShare all_heads(const Attention& attention);
 // Returns the share of rank `index` of `count` ranks. If there are at least `count` heads of keys, shares are of heads
 // of keys with all their heads of queries. With 8 heads of queries, 2 heads of keys and 4 ranks:
 //
-//   kAll               ranks 0 to 3 have the queries [0, 2), [2, 4), [4, 6) and [6, 8); two ranks read each head of
-//   keys kWholeHeadsOfKeys  rank 1 has the queries [0, 4) and rank 3 has [4, 8); ranks 0 and 2 have none
+//   kAll                 ranks 0 to 3 have the queries [0, 2), [2, 4), [4, 6) and [6, 8); each head of keys is read by
+//                        two ranks
+//   kWholeHeadsOfKeys    rank 1 has the queries [0, 4), rank 3 has [4, 8), and ranks 0 and 2 have none
 HeadShare share_of_heads(const Attention& attention, int64_t index, int64_t count, HeadSharing sharing);
 
 }  // namespace shardwright

@@ -94,7 +94,7 @@ class DataflowBuilder {
 
   // Appends no node, and returns `value`, if the value already has this layout.
   int move(int value, const Layout& dst);
-  // Chooses the schedule (choose_schedule in product_choices.h).
+  // Appends a product, with the schedule that choose_schedule() (product_choices.h) returns.
   std::vector<int> multiply(Matmul matmul, std::vector<int> inputs, const std::vector<Value>& outputs,
                             bool is_request_binding = false);
   int add_bias(int value, int bias);

@@ -13,7 +13,7 @@ namespace {
 
 constexpr const char* kMethodNames[] = {"serial", "ring", "collective", "flags"};
 
-// Returns the step that goes in chunks: a gather's last, a scatter's first; nullptr if the plan has no steps.
+// Returns the step that is chunked: a gather's last, a scatter's first; nullptr if the plan has no steps.
 const Step* chunked_step(const Matmul& matmul) {
   const Plan& plan = plan_of(matmul);
   if (plan.steps.empty()) return nullptr;

@@ -159,14 +159,14 @@ class ProductPlan::Forward {
     return plan_.row_scales_layout(i, given(i));
   }
 
-  // Moves row scales to where the rows of their tensors are given.
+  // Moves row scales to the layouts that match their tensors as given.
   void move_scales_to_given_rows() {
     if (problem_.scaled_by != ScaledBy::kRow) return;
     for (size_t i = 0; i < scales_.size(); ++i)
       scales_[i] = flow_.move(scales_[i], plan_.row_scales_layout(i, given(i)));
   }
 
-  // Moves row scales to where the rows of their tensors are while the product computes. The product itself moves the
+  // Moves row scales to the layouts that match their tensors while the product computes. The product itself moves the
   // scales of the lead.
   void move_scales_to_computed_rows() {
     if (problem_.scaled_by != ScaledBy::kRow) return;

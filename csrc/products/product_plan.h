@@ -2,9 +2,8 @@
 // the move that overlaps with the product, and the gradients.
 //
 // The cuts (product_layouts.h) determine the layouts of operand, weights and results while the product computes. These
-// determine the moves before and after it. One of the moves goes in chunks and overlaps with the product (matmul.h);
-// the tensor that it moves is the lead. It is the longest of the moves that can be chunked. The other moves are
-// separate redistributes.
+// determine the moves before and after it. The longest of the moves that can be chunked is chunked and overlaps with
+// the product (matmul.h); the tensor that it moves is the *lead*. The other moves are separate redistributes.
 //
 // The backward keeps the cuts. A gradient of a result that must be gathered is gathered once for both products that
 // need it. Sums of the operand's gradient are scattered while their product runs. An operand that was gathered is
@@ -26,7 +25,7 @@
 
 namespace shardwright {
 
-// The tensor whose move goes in chunks and overlaps with the product.
+// The tensor whose move is chunked and overlaps with the product.
 enum class Lead : uint8_t { kOperand, kWeight, kResult };
 
 const char* lead_name(Lead lead);  // "operand", "weight" or "result"

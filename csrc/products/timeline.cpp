@@ -78,7 +78,7 @@ class Clock {
     bool leaves_processors = false;
   };
 
-  // True if the transfer is placed before the instruction of compute: the arguments are the next of each lane.
+  // True if `transfer` is placed before `step`. They are the next instructions of the communication and compute lanes.
   bool is_transfer_next(int transfer, int step) const {
     if (predecessors_[transfer] >= step) return false;
     const Operation& operation = program_.instructions[step].operation;
@@ -188,9 +188,9 @@ class Clock {
     return duration;
   }
 
-  // Returns the time of a product that waits for flags and would take `alone_ps` if all chunks were there. The chunks
-  // of other ranks are received one after the other from the start of the fetch on. The product multiplies each chunk
-  // once it is received, beginning with the chunks of this rank's own part.
+  // Returns the time of a product that waits for flags and would take `alone_ps` without waiting. The chunks of other
+  // ranks are received one after the other from the start of the fetch on. The product multiplies each chunk once it is
+  // received, beginning with the chunks of this rank's own part.
   int64_t flagged_ps(const Flags& flags, int64_t alone_ps) const {
     const auto& fetch = std::get<Fetch>(program_.instructions[flags.fetch].operation);
     const int64_t begin = fetch_begin_;
