@@ -20,7 +20,7 @@ class Backward {
         t_(tensors) {}
 
   void emit() {
-    if (t_.q.count() > 0 || t_.k.count() > 0) move_keys();
+    if (t_.q.count() > 0 || t_.k.count() > 0) attend_to_all_keys();
   }
 
  private:
@@ -30,7 +30,9 @@ class Backward {
     std::vector<ReturnedSums> sums;
   };
 
-  void move_keys() {
+  // Attends to keys in the order of the forward. The gradients of a group's keys return while this rank attends to the
+  // next group.
+  void attend_to_all_keys() {
     for (const int block : writer_.products.queries().of_rank(writer_.me)) {
       of_queries_.set_total(block, {t_.dq.at(0, writer_.products.queries()[block].row)});
     }
@@ -94,14 +96,14 @@ class Backward {
     }
   }
 
-  void attend(const KeyValues& at_hand, GradientSums& of_keys) {
+  void attend(const KeyValues& kv, GradientSums& of_keys) {
     const std::vector<int>& own_queries = writer_.products.queries().of_rank(writer_.me);
-    for (const auto& [queries, keys] : pairs_in_order(writer_, own_queries, at_hand.rows.blocks)) {
+    for (const auto& [queries, keys] : pairs_in_order(writer_, own_queries, kv.rows.blocks)) {
       const int64_t q_row = writer_.products.queries()[queries].row;
-      const int64_t k_row = at_hand.rows.first_row.at(keys);
+      const int64_t k_row = kv.rows.first_row.at(keys);
       const BackwardRows rows{t_.q.at(0, q_row),
-                              at_hand.k.at(0, k_row),
-                              at_hand.v.at(0, k_row),
+                              kv.k.at(0, k_row),
+                              kv.v.at(0, k_row),
                               t_.out.at(0, q_row),
                               t_.dout.at(0, q_row),
                               t_.lse.rows_at(0, q_row),

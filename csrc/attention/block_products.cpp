@@ -89,12 +89,12 @@ SequenceBlocks SequenceBlocks::joined(int64_t count) const {
   for (size_t r = 0; r < rows.size(); ++r) {
     if (static_cast<int64_t>(r) % count != 0) rows_before[r] = rows_before[r - 1] + rows[r - 1];
   }
-  std::vector<SequenceBlock> together = blocks_;
-  for (SequenceBlock& block : together) {
+  std::vector<SequenceBlock> joined_blocks = blocks_;
+  for (SequenceBlock& block : joined_blocks) {
     block.row += rows_before[block.owner];
     block.owner /= count;
   }
-  return {std::move(together), static_cast<int64_t>(by_rank_.size()) / count};
+  return {std::move(joined_blocks), static_cast<int64_t>(by_rank_.size()) / count};
 }
 
 BlockProducts::BlockProducts(const Attention& attention)
@@ -108,10 +108,10 @@ BlockProducts::BlockProducts(const Attention& attention)
 }
 
 BlockProducts BlockProducts::joined(int64_t count) const {
-  BlockProducts together = *this;
-  together.queries_ = queries_.joined(count);
-  together.keys_ = keys_.joined(count);
-  return together;
+  BlockProducts joined_products = *this;
+  joined_products.queries_ = queries_.joined(count);
+  joined_products.keys_ = keys_.joined(count);
+  return joined_products;
 }
 
 Band BlockProducts::band(int queries, int keys) const {

@@ -16,7 +16,7 @@ constexpr int64_t kAlikePercent = 2;  // times that differ by less are decided b
 constexpr int64_t kMostRanksShown = 16;
 constexpr int64_t kPicosecondsPerMicrosecond = 1'000'000;
 
-std::vector<int64_t> positions_to_look_at(int64_t num_ranks) {
+std::vector<int64_t> examined_positions(int64_t num_ranks) {
   if (num_ranks > 4) return {0, num_ranks / 2, num_ranks - 1};
   std::vector<int64_t> all;
   for (int64_t p = 0; p < num_ranks; ++p) all.push_back(p);
@@ -29,7 +29,7 @@ AttentionForecast forecast(Attention attention, AttentionMethod method, const To
   AttentionForecast maxima{method};
   const Mesh& mesh = *attention.mesh;
   const MeshPtr mesh_of_groups = mesh_of_programs(attention);
-  for (const int64_t position : positions_to_look_at(mesh.size())) {
+  for (const int64_t position : examined_positions(mesh.size())) {
     // The form does not depend on this rank's mask, so all ranks get the same forecast.
     if (attention.mask_tensor) {
       attention.mask_tensor = MaskTensor{DType::kBool, 1, 1, attention.rows(position), attention.key_length()};

@@ -17,11 +17,13 @@ class Forward {
     for (const int queries : writer_.products.queries().of_rank(writer_.me)) {
       if (writer_.products.keys_of(queries).empty()) set_empty_result(queries);
     }
-    if (t_.q.count() > 0 || t_.k.count() > 0) move_keys();
+    if (t_.q.count() > 0 || t_.k.count() > 0) attend_to_all_keys();
   }
 
  private:
-  void move_keys() {
+  // Attends to this rank's own keys while the keys of the first group are received, then to the keys of each group
+  // while those of the next are received. Serial receives everything first.
+  void attend_to_all_keys() {
     KeyExchange exchange(writer_, t_.k, t_.v, distance_groups(writer_.attention.method, writer_.num_ranks));
     const KeyValues own{own_rows(writer_), t_.k, t_.v};
     if (exchange.num_groups() == 0) return attend(own);
@@ -38,14 +40,14 @@ class Forward {
     }
   }
 
-  void attend(const KeyValues& at_hand) {
+  void attend(const KeyValues& kv) {
     for (const int queries : writer_.products.queries().of_rank(writer_.me)) {
       const SequenceBlock& block = writer_.products.queries()[queries];
-      for (const int keys : at_hand.rows.blocks) {
+      for (const int keys : kv.rows.blocks) {
         if (!writer_.products.overlap(queries, keys)) continue;
-        const int64_t row = at_hand.rows.first_row.at(keys);
-        const bool is_complete = results_.attend(queries, t_.q.at(0, block.row), keys, at_hand.k.at(0, row),
-                                                 at_hand.v.at(0, row), mask_of(writer_, t_.mask, queries, keys));
+        const int64_t row = kv.rows.first_row.at(keys);
+        const bool is_complete = results_.attend(queries, t_.q.at(0, block.row), keys, kv.k.at(0, row), kv.v.at(0, row),
+                                                 mask_of(writer_, t_.mask, queries, keys));
         if (is_complete) results_.store(queries, block.row, t_.out, t_.lse, 0);
       }
     }

@@ -43,8 +43,8 @@ std::vector<int64_t> positions_along(const Mesh& mesh, int mesh_dim, int64_t pos
 AttentionWriter::AttentionWriter(const Attention& given, Rank rank)
     : attention(checked(given)),
       products(given),
-      written(std::make_shared<ProgramBuilder>(given.dtype, given.lowering, /*named_groups_only=*/true, rank)),
-      builder(*written),
+      shared_builder(std::make_shared<ProgramBuilder>(given.dtype, given.lowering, /*named_groups_only=*/true, rank)),
+      builder(*shared_builder),
       mesh(mesh_of_programs(given)),
       mesh_dims(all_dims(*mesh)),
       mesh_positions(all_positions(*mesh)),
@@ -54,8 +54,8 @@ AttentionWriter::AttentionWriter(const Attention& given, Rank rank)
 AttentionWriter::AttentionWriter(const AttentionWriter& all, int mesh_dim, Attention given, BlockProducts blocks)
     : attention(std::move(given)),
       products(std::move(blocks)),
-      written(all.written),
-      builder(*written),
+      shared_builder(all.shared_builder),
+      builder(*shared_builder),
       mesh(all.mesh),
       mesh_dims(MeshDimSet::single(mesh_dim)),
       mesh_positions(positions_along(*mesh, mesh_dim, all.me)),
@@ -190,12 +190,12 @@ KeyExchange::KeyExchange(AttentionWriter& writer, HeadsTensor k, HeadsTensor v,
                          std::vector<std::vector<int64_t>> groups)
     : writer_(writer), k_(k), v_(v), groups_(std::move(groups)), tickets_(groups_.size(), kNoTicket) {
   for (const std::vector<int64_t>& group : groups_) {
-    int64_t together = 0;
+    int64_t group_elements = 0;
     for (const int64_t distance : group) {
       needed_[distance] = needed_rows(writer_, writer_.behind(distance), writer_.me);
-      together += elements(needed_[distance]);
+      group_elements += elements(needed_[distance]);
     }
-    slot_elements_ = std::max(slot_elements_, together);
+    slot_elements_ = std::max(slot_elements_, group_elements);
   }
   const int64_t slots = groups_.size() > 1 ? 2 : 1;
   if (slot_elements_ > 0) slots_ = writer_.builder.new_buffer(slots * slot_elements_);

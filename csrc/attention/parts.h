@@ -54,7 +54,7 @@ struct AttentionWriter {
 
   Attention attention;
   BlockProducts products;
-  std::shared_ptr<ProgramBuilder> written;  // owns `builder`; shared by all writers of one program
+  std::shared_ptr<ProgramBuilder> shared_builder;  // owns `builder`; shared by all writers of one program
   ProgramBuilder& builder;
   MeshPtr mesh;                         // of all ranks of the program
   MeshDimSet mesh_dims;                 // along which the ranks that share the sequence differ

@@ -164,13 +164,13 @@ class Pipeline {
   int64_t picoseconds(int64_t count, const std::vector<Share>& shares, int64_t copies) const {
     const auto last = static_cast<int64_t>(steps_.size()) - 1;
     int64_t total = copies;
-    std::optional<std::pair<int64_t, int64_t>> last_range;  // first and last step of the pipeline stage before
-    int64_t last_time = 0;                                  // its time
+    std::optional<std::pair<int64_t, int64_t>> timed_range;  // first and last step of the previous pipeline stage
+    int64_t time = 0;                                        // of a stage in which the steps of timed_range run
     for (int64_t stage = 0; stage < count + last; ++stage) {
       const std::pair<int64_t, int64_t> range{std::max<int64_t>(stage - count + 1, 0), std::min(stage, last)};
-      if (last_range != range) last_time = stage_picoseconds(range.first, range.second, shares);
-      last_range = range;
-      total = saturating_sum(total, last_time);
+      if (timed_range != range) time = stage_picoseconds(range.first, range.second, shares);
+      timed_range = range;
+      total = saturating_sum(total, time);
     }
     return total;
   }
@@ -256,7 +256,7 @@ namespace {
 
 // Non-uniform segments have a program each, so few counts are tried, and they must save more than 1/50 of the time.
 constexpr int64_t kNonUniformCounts[] = {2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32};
-constexpr int64_t kNonUniformGainFraction = 50;
+constexpr int64_t kNonUniformGainDivisor = 50;
 
 // Returns the largest number of uniform segments, a power of two, and the tensor dim that allows it.
 Segments most_uniform(const Plan& plan) {
@@ -275,10 +275,10 @@ bool may_have_segments(const Plan& plan) {
   return plan.steps.size() >= 2 && static_cast<int64_t>(ranks_of(plan).size()) <= kMaxRanksInSegments;
 }
 
-// Replaces `best` by the fastest non-uniform segments if they save enough of its time.
+// Replaces `best` by the fastest non-uniform segments if they save more than 1 / kNonUniformGainDivisor of its time.
 void try_non_uniform(const Plan& plan, const Pipeline& pipeline, TimedSegments& best) {
   const auto is_faster = [&](int64_t time) {
-    return time < best.picoseconds - best.picoseconds / kNonUniformGainFraction;
+    return time < best.picoseconds - best.picoseconds / kNonUniformGainDivisor;
   };
   std::vector<int64_t> counts;  // counts that are fast enough even with equal shares, which are the best case
   for (const int64_t count : kNonUniformCounts) {

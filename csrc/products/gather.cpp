@@ -348,7 +348,7 @@ class GatherCompiler {
     for (ProductCompiler& product : products_) product.prepare(parts);
   }
 
-  int64_t index_of(const std::vector<int64_t>& group) const {
+  int64_t own_index(const std::vector<int64_t>& group) const {
     return std::find(group.begin(), group.end(), here_) - group.begin();
   }
 
@@ -372,7 +372,7 @@ class GatherCompiler {
   ChunkTransfer transfer_of(const Step& step, const std::vector<int64_t>& group, const Chunk& chunk, BufferId current) {
     const bool by_messages = schedule_.method == Method::kRing;
     const auto k = static_cast<int64_t>(group.size());
-    const int64_t me = index_of(group);
+    const int64_t me = own_index(group);
     ChunkTransfer transfer;
     transfer.set.group = b_.group_index(step);
     transfer.transfer_method = by_messages ? TransferMethod::kMessages : TransferMethod::kAllToAll;
