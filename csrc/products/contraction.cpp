@@ -34,8 +34,8 @@ Contraction Contraction::parse(const std::string& text) {
         axis = letters.size();
         letters.push_back(letter);
       }
-      check_user(!has_axis(axes, static_cast<int>(axis)), "contraction must have an axis once in a tensor, got '",
-                 letter, "' twice in '", text, "'");
+      check_user(!has_axis(axes, static_cast<int>(axis)),
+                 "contraction must have each axis at most once in a tensor, got '", letter, "' twice in '", text, "'");
       axes.push_back(static_cast<int>(axis));
     }
     return axes;

@@ -637,7 +637,7 @@ TEST(Attention, RejectsInvalidArguments) {
   a = attention_of({{{0, 4}}, {{3, 8}}}, {});
   EXPECT_NE(message(a).find("layout must have each token"), std::string::npos);
   a = attention_of({{{0, 4}}, {{5, 8}}}, {});
-  EXPECT_NE(message(a).find("layout must have each token"), std::string::npos);
+  EXPECT_NE(message(a).find("on exactly one rank, got the tokens [5, 8) after the tokens [0, 4)"), std::string::npos);
   a = attention_of(contiguous(8, 2), {false, 0});
   EXPECT_NE(message(a).find("window must be at least 1 (each query sees its own token), got 0"), std::string::npos);
   a = attention_of(contiguous(8, 2), {false, std::nullopt, {3, 4}});
