@@ -24,8 +24,9 @@ bool same_parts(const Layout& a, const Layout& b);
 bool hold_same_elements(const Mesh& mesh, int64_t n, const std::vector<Cut>& before, const std::vector<Cut>& after,
                         MeshDimSet kept);
 
-// Returns the mesh dims that a move of one tensor dim from `before` to `after` must span. Both lists must be canonical.
-// Ranks that differ only in these mesh dims together hold all elements that each of them needs.
+// Returns the mesh dims that a move of one tensor dim from `before` to `after` must span. Ranks that differ only in
+// these mesh dims together hold all elements that each of them needs. If a list is not canonical, the result may have
+// more mesh dims than necessary.
 //
 // Example: 8 rows on a=2, b=2.
 //   S(0) over a, then b  ->  S(0) over a        spans b: the cut by a is common
