@@ -7,7 +7,7 @@
 
 namespace shardwright {
 
-// Peers depend on the coordinates that determine the rank's part, and on those that it shares with all peers.
+// Peers depend on the coordinates that determine the rank's part, and on the coordinates that it shares with all peers.
 CountsByDim::CountsByDim(GroupMove& move) : move_(move), sources_(move.before.ndim()), receivers_(move.before.ndim()) {
   for (int t = 0; t < move.before.ndim(); ++t) {
     const MeshDimSet before = dims_of(move.before.cuts(t));

@@ -5,7 +5,7 @@
 
 namespace shardwright {
 
-// Native reductions are those of floats, and of integers other than int16, unless they are bitwise.
+// Reductions of floats, and of integers other than int16, are native unless they are bitwise.
 bool reduces_natively(const Layout& layout, MeshDimSet mesh_dims, Lowering lowering) {
   if (!lowering.reduces) return false;
   for (const int d : mesh_dims.to_vector()) {

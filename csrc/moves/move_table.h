@@ -65,8 +65,8 @@ class MoveTable {
   bool may_be_slice(const State& before, const State& after) const;
   // Returns the counts of the worst rank in a move.
   StepCounts step_counts(const State& before, const State& after, const Move& move);
-  // Returns lower bounds of an exchange's counts: those of the rank at the first coordinates. Returns nullopt if the
-  // exact counts are as quick to compute.
+  // Returns lower bounds of an exchange's counts: the counts of the rank at the first coordinates. Returns nullopt if
+  // the exact counts are as quick to compute.
   std::optional<StepCounts> counts_lower_bound(const State& before, const State& after, const Move& move);
 
   // Lower bounds for every sequence of moves from one state to another, pending reductions included.

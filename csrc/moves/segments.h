@@ -1,6 +1,6 @@
 // Plans whose tensor is moved in segments, as in a pipeline: while one segment is in a step, the next segment is in the
-// step before it. So a rank forwards what it has while it receives more, and links within nodes and between nodes are
-// in use at the same time.
+// step before it. So a rank forwards one segment while it receives the next, and links within nodes and between nodes
+// are in use at the same time.
 //
 // A segment is a set of indices of one tensor dim; each rank has the elements of its part at these indices. The
 // *borders* of the tensor dim are the indices where some part of some layout of the plan begins or ends. Between two

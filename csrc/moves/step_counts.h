@@ -36,9 +36,9 @@ int64_t predicted_picoseconds(const Step& step, Lowering lowering, const Topolog
 // Returns the predicted time of a plan: the sum over its steps, or with segments, the sum over pipeline stages
 // (moves/segments.h). The time of a pipeline stage is the sum of its steps' latencies, plus the largest transfer time
 // of a rank: its bytes of all steps are added up, separately by direction and for links within nodes and other links.
-// Local copies are those of the steps, and those of segments out of the source and into the destination. Non-uniform
-// segments all count as the largest: their share of a step's bytes is the largest share that any segment has of the
-// longest part before or after the step.
+// Local copies are the copies within steps, and the copies of segments out of the source and into the destination.
+// Non-uniform segments all count as the largest: their share of a step's bytes is the largest share that any segment
+// has of the longest part before or after the step.
 //
 // Example: a first step of 1 us + 8 us between nodes, a second of 1 us + 8 us within nodes, no local copies.
 //   1 segment     (1 + 8) + (1 + 8)                     18 us
