@@ -11,6 +11,7 @@ struct Cut {
   int64_t document = 0;  // the document that begins or continues here
 };
 
+// Returns the cuts of a sequence of `total` tokens, ascending. Several cuts may be at one token.
 std::vector<Cut> cuts_of(const Attention& attention, int64_t total) {
   std::vector<Cut> cuts{{0, 0}};
   int64_t token = 0;

@@ -22,6 +22,7 @@ Attention attention_in_node(const AttentionWriter& all) {
   return attention;
 }
 
+// Returns, by node, the parts of its ranks, one after the other.
 std::vector<IntervalList> by_node(const std::vector<IntervalList>& by_rank, int64_t ranks_per_node) {
   std::vector<IntervalList> parts;
   for (size_t p = 0; p < by_rank.size(); ++p) {
@@ -50,6 +51,8 @@ class TwoLevel {
         across_(all, kAcrossNodes, attention_between_nodes(all, exchange_.own_share()),
                 all.products.joined(all.attention.ranks_per_node)) {}
 
+  // Gathers the node's rows of this rank's heads, attends to all keys along the ring between nodes, and returns
+  // results.
   void forward(const ForwardTensors& t) {
     exchange_.gather(t);
     ForwardTensors inner;
@@ -70,6 +73,7 @@ class TwoLevel {
     for (const HeadExchange::Arriving& arrival : arriving) exchange_.copy_to(to, arrival);
   }
 
+  // As forward(), with gradients for results. Each rank adds up the gradients of its rows.
   void backward(const BackwardTensors& t) {
     exchange_.gather(t);
     BackwardTensors inner;

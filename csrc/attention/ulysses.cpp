@@ -114,6 +114,7 @@ class UlyssesBackward {
     return shares_[block.owner][i].at(head, block.row);
   }
 
+  // Adds the gradients of all pairs of blocks, for this rank's share of the heads, to shares_.
   void attend() {
     GradientSums of_queries(writer_, HeadKind::kQueries, exchange_.own_share().q_heads());
     GradientSums of_keys(writer_, HeadKind::kKeys, exchange_.own_share().kv_heads());

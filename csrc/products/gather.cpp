@@ -164,6 +164,7 @@ class GatherCompiler {
   }
 
  private:
+  // Declares the inputs in the order that GatherMatmul documents, and makes the compiler of each product.
   void declare_inputs() {
     const std::vector<BufferId> declared = shardwright::declare_inputs(b_, local_tensors(matmul_, b_.rank()));
     auto next = declared.begin() + 1;  // after the operand

@@ -121,8 +121,8 @@ std::vector<const Plan*> plans_of(const Matmul& matmul);
 std::optional<std::string> why_only_serial(const Matmul& matmul);
 
 // Limits of PyTorch's product that waits for flags (torch.ops.symm_mem._async_input_mm).
-constexpr int64_t kRowsOfFlaggedChunks = 256;  // a chunk has a multiple of so many rows: a cluster of two tiles
-constexpr int64_t kUnitOfFlaggedRows = 8;      // a row has a multiple of so many elements: 16 bytes of bfloat16
+constexpr int64_t kRowsOfFlaggedChunks = 256;  // the rows of a chunk are a multiple of this: a cluster of two tiles
+constexpr int64_t kUnitOfFlaggedRows = 8;      // the elements of a row are a multiple of this: 16 bytes of bfloat16
 
 // Returns the reason why method 'flags' cannot be used with parts cut into `shares` shares, or nullopt if it can. It
 // requires one product of bfloat16 without a bias, on a device. The operand's parts must be even and consecutive in the

@@ -67,6 +67,7 @@ class ProblemMaker {
     return std::any_of(given_.scales.begin(), given_.scales.end(), [](const auto& scale) { return scale.has_value(); });
   }
 
+  // Checks scales and dtypes of scaled operands, and sets result_dtype_ and scaled_by_.
   void check_scales() {
     const std::string names = is_gather() ? "weight_scales" : "weight_scale";
     if (!has_scales()) {

@@ -13,6 +13,7 @@ namespace {
 
 using AxisOptions = std::vector<std::string>;  // for each mesh dim, the axes to try: "-sn"
 
+// Returns, for each mesh dim, no cut and the axes along which operand, first weight and first result are cut there.
 AxisOptions options_of(const ProductProblem& problem, const AxisLetters& letters) {
   AxisOptions options;
   const Mesh& mesh = problem.operand.mesh();

@@ -99,6 +99,8 @@ class Clock {
     return std::max(communication_end_, predecessor < 0 ? 0 : ends_[predecessor]);
   }
 
+  // Places the next transfer. If it needs processors of a device while a product runs, it waits for the product's end
+  // or next wave, and may take longer (timeline.h).
   void schedule_transfer(int index) {
     const Operation& operation = program_.instructions[index].operation;
     int64_t start = ready_at(index);
