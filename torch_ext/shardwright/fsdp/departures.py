@@ -1,4 +1,4 @@
-"""Transfers of uses in a schedule that this rank does not run.
+"""Leaving a schedule: a rank takes part in the transfers of scheduled uses that it does not run.
 
 A rank that leaves its schedule cannot know whether the others leave it too. Until the next event at which ranks compare
 (comparisons.py), it takes part in all transfers that the schedule has, so that no rank waits for it, and drops the
@@ -19,7 +19,7 @@ from .units import Unit, is_in_backward
 
 
 class Departures:
-    """Base class of `Runner`: compares events between ranks, and leaves schedules."""
+    """Base class of `Runner`: compares events between ranks, and leaves schedules. The attributes are Runner's."""
 
     units: list[Unit]
     reductions: Reductions
@@ -77,12 +77,12 @@ class Departures:
         return f"{event}, after {index} uses"
 
     def _reach_reduction(self, unit_index: int) -> bool:
-        """Leaves the schedule if it does not have this reduction next. Returns true if it does."""
+        """Leaves the schedule, and returns false, if the next transfer in it is another one. Else returns true."""
         if self._plan is None or not self._may_depart or not self.reductions.expected(unit_index):
             return True
         index = len(self._uses) - 1
-        done = len(self._uses[index].gradients)
-        if self._plan.uses[index].gradients[done : done + 1] == [unit_index]:
+        num_reduced = len(self._uses[index].gradients)
+        if self._plan.uses[index].gradients[num_reduced : num_reduced + 1] == [unit_index]:
             return True
         self._leave_schedule(index + 1, f"reduction of {self.units[unit_index].name}")
         return False
@@ -106,8 +106,8 @@ class Departures:
         if plan is None or not may_depart:
             return
         uses = range(index, next_event(plan, index, self._is_past_forward))
-        done = len(self._uses[index - 1].gradients) if index > 0 else 0
-        run_transfers(self.units, self.reductions, self._arena, plan, uses, done, has_gathered)
+        num_reduced = len(self._uses[index - 1].gradients) if index > 0 else 0
+        run_transfers(self.units, self.reductions, self._arena, plan, uses, num_reduced, has_gathered)
         self.reductions.comparisons.compares_transfers = True
         if event:
             self._compare(f"{event}, not as scheduled")
@@ -130,22 +130,22 @@ def run_transfers(
     arena: torch.Tensor,
     plan: Plan,
     uses: range,
-    done: int,
+    num_reduced: int,
     has_gathered: bool,
 ) -> None:
     """Takes part in the transfers of these uses, and in the reductions of the use before them.
 
-    `done`: number of the latter that this rank has started. `has_gathered`: the gathers scheduled at the first use have
-    started.
+    `num_reduced`: number of reductions of the use before them that have started. `has_gathered`: the gathers scheduled
+    at the first use have started.
     """
 
-    def reduce(index: int, done: int) -> None:
-        for unit_index in plan.uses[index].gradients[done:] if 0 <= index < len(plan.uses) else ():
+    def reduce(index: int, num_reduced: int) -> None:
+        for unit_index in plan.uses[index].gradients[num_reduced:] if 0 <= index < len(plan.uses) else ():
             reduction = reductions.start(unit_index, drops_result=True)
             if reduction is not None:
                 reductions.add(plan.finishes.get((unit_index, index), index), reduction)
 
-    reduce(uses.start - 1, done)
+    reduce(uses.start - 1, num_reduced)
     for index in uses:
         for unit_index, offset_bytes, _ in () if has_gathered else plan.gathers.get(index, ()):
             unit = units[unit_index]

@@ -47,17 +47,17 @@ def per_block_layout(layout: _planner.Layout, block: int, size: int) -> Layout:
     return Layout(layout.mesh, shape, layout.placements, torch.uint8, order, "literal", layout.flattened)
 
 
-def check_blocks(wire: str, name: str, shards: _planner.Layout, block: int) -> None:
-    """Raises ValueError if shards divide a block. `wire`: message format, `name`: weight, for the error."""
+def check_blocks(message_format: str, name: str, shards: _planner.Layout, block: int) -> None:
+    """Raises ValueError if shards divide a block. `name`: name of the weight."""
     blocks = per_block_layout(shards, block, 1)
     for rank in shards.mesh.ranks:
         begins = [(begin // block, -(-end // block)) for begin, end in shards.region(rank)[-1]]
         divided = any(begin % block for begin, _ in shards.region(rank)[-1])
         if divided or begins != blocks.region(rank)[-1]:
             raise ValueError(
-                f"message_format must not be {wire!r} if shards divide blocks of {block} elements along the last dim, "
-                f"got {name} of shape {tuple(shards.shape)}, placed as {', '.join(shards.placements)}. Shard other "
-                f"dims, or the last dim in multiples of {block}"
+                f"message_format must not be {message_format!r} if shards divide blocks of {block} elements along the "
+                f"last dim, got {name} of shape {tuple(shards.shape)}, placed as {', '.join(shards.placements)}. Shard "
+                f"other dims, or the last dim in multiples of {block}"
             )
 
 

@@ -319,11 +319,11 @@ _UNSUPPORTED = {
 }
 
 
-def _unsupported(name: str, instead: str) -> Callable[..., None]:
-    """Returns a method that raises NotImplementedError. `name`: its name, `instead`: the remedy."""
+def _unsupported(name: str, remedy: str) -> Callable[..., None]:
+    """Returns a method that raises NotImplementedError. `name`: its name."""
 
     def refuse(self: ShardedModule, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError(f"modules under sw.fully_shard do not support {name}; {instead}")
+        raise NotImplementedError(f"modules under sw.fully_shard do not support {name}; {remedy}")
 
     return refuse
 
@@ -334,8 +334,8 @@ def _do_nothing(self: ShardedModule, *args: Any, **kwargs: Any) -> None:
 
 for _name in _IGNORED.split():
     setattr(ShardedModule, _name, _do_nothing)
-for _name, _instead in _UNSUPPORTED.items():
-    setattr(ShardedModule, _name, _unsupported(_name, _instead))
+for _name, _remedy in _UNSUPPORTED.items():
+    setattr(ShardedModule, _name, _unsupported(_name, _remedy))
 
 
 _sharded_classes: dict[type, type] = {}  # by original class
