@@ -209,7 +209,7 @@ def schedule(module: nn.Module) -> StepSchedule:
     ``print`` shows uses, gathers, releases, the peak, arena offsets and, once a step has been timed, the predicted
     timeline of compute and transfers; ``to_svg()`` draws it. ``lanes`` has the start and end of every event in
     picoseconds, including copies between host and device; it is None before a timed step. ``activations`` are those of
-    `checkpoint_cut`, and ``prefetch`` is the chosen number.
+    `checkpoint_cut`, and ``prefetch`` is the chosen value of that option.
 
     If there are schedules for several sequences of uses, the longest with a backward is returned; if none has a
     backward, the longest.
@@ -289,7 +289,7 @@ class _State:
 
     @torch._disable_dynamo
     def _begin_method(self, frame: FrameType) -> None:
-        """Records a call of a registered forward method. `frame`: torch's wrapper of the method."""
+        """Records a call of a registered forward method. `frame`: the frame of torch's wrapper of the method."""
         runner = self.ready_runner()
         runner.calls.end_failed(runner.end_forward)
         runner.calls.begin(frame, self.unit)
@@ -331,7 +331,7 @@ class _State:
 
         Args:
             outermost: the module that contains all units of the model. None: the module of this unit.
-            converts: False in a compiled graph, which has the weights before a conversion: later checks raise.
+            converts: False in a compiled graph, which was traced before a conversion. Later checks then raise.
         """
         runner = self.runner
         if converts and runner is not None and not runner.open and any(unit.is_converted for unit in runner.units):

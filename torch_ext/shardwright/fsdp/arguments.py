@@ -58,9 +58,9 @@ class Options:
             are converted to param_dtype.
         memory_limit: bytes on this rank for gathered weights, unreduced gradients and gathered activations of
             `checkpoint_cut`. Default: enough to gather one unit ahead and to reduce gradients during the next backward.
-        prefetch: number of unit changes by which gathers are ahead (uses that need a unit which the use before does
-            not need). ``"auto"`` begins with 1; after a timed step it is the least number that is predicted to be as
-            fast as any in the same memory.
+        prefetch: number of uses by which gathers start ahead. Only uses that need a unit count if the use before them
+            did not need it. ``"auto"`` begins with 1; after a timed step it is the least number that is predicted to be
+            as fast as any in the same memory.
         chunked: True gathers row-sharded weights of `nn.Linear` in chunks during their matmuls, and reduces their
             gradients in chunks during the matmuls that compute them, where this is predicted to save waiting or
             memory. Matmuls of some of the rows may round differently.

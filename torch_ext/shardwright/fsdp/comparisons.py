@@ -6,16 +6,18 @@ Ranks compare at *events*:
     beginning of a sequence    before its first transfer, with the next event if it has none
     beginning of a backward    before its first transfer, with the next event if it has none
     each gather and reduction  before it starts, in a sequence that follows no schedule
-    leaving a schedule         after the transfers that ranks which follow the schedule start before their next event
-    end of a backward          before the reduction of gradients that are left
+    leaving a schedule         after the transfers that the schedule has before its next event (departures.py)
+    end of a backward          before the reduction of gradients that were not reduced yet
     end of a forward           if it is without gradients
 
-So ranks that follow a schedule compare three times in a training step. Each comparison takes the maximum of
-`HEAD_BYTES` over all dims of a mesh. They begin with a digest of the event and of all transfers since the last one. If
-digests differ, ranks exchange texts, and all of them raise. Equal sizes let different events meet.
+So ranks that follow a schedule compare three times in a training step. In each comparison, ranks take the bytewise
+maximum of a message of `HEAD_BYTES` over all dims of a mesh. The message begins with a digest of the event and of all
+transfers since the last one. If digests differ, ranks exchange texts, and all of them raise. All events have messages
+of the same size, so ranks at different events can still compare.
 
-If a mesh has groups without a CPU backend (NCCL alone), the host would wait for the device. There, ranks compare only
-at ends, and only there find out that messages of equal sizes were mixed up.
+If a mesh has groups without a CPU backend (NCCL alone), a comparison would make the host wait for the device. Ranks of
+such a mesh compare only at the ends of forwards and backwards. If they started different transfers of equal sizes
+before, data was mixed up by then.
 """
 
 from __future__ import annotations
@@ -60,8 +62,7 @@ class Comparisons:
         # Indices of the units with a weight on each mesh, and of all units.
         self._units_on = {mesh: {unit_index for unit_index, _ in found} for mesh, found in self.on_mesh.items()}
         self._index_of = {unit: index for index, unit in enumerate(units)}
-        self._model = 0  # number of this model: equal on its ranks, other than those of their other models
-        self._words = {mesh: MeshWords(mesh, device) for mesh in self.on_mesh}
+        self._model = 0  # number of this model: equal on all of its ranks, different for each model of a rank
         self._are_slow = {mesh: not all(map(agreement.has_cpu, mesh.get_all_groups())) for mesh in self.on_mesh}
 
     @property
@@ -118,7 +119,7 @@ class Comparisons:
         """
         global _models, _latest_unit
         self.compare(f"first use of {self._units[0].name}")
-        # Models of equal units may have no names of their own. Their order tells them apart.
+        # Two models may have equal units. Then only the order in which they were made and used tells them apart.
         order = "after" if self._units[0].number > _latest_unit else "before"
         options = {**options, "order of calls": f"{order} the model that was used last"}
         for mesh, on_mesh in by_mesh(self._units).items():

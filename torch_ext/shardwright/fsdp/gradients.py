@@ -71,11 +71,8 @@ class Gradients:
         self._shards, self._move = with_dtype(shards, dtypes.reduce), move
         # By layout of the full gradient, and whether gradients are averaged.
         self._reduction_layouts: dict[tuple[_planner.Layout, bool], _ReductionLayouts] = {}
-        self._latest: tuple[_planner.Layout | None, bool, Any] = (
-            None,
-            True,
-            None,
-        )  # latest entry of `_reduction_layouts`: key and value
+        # Key and value of the latest entry of `_reduction_layouts`.
+        self._latest: tuple[_planner.Layout | None, bool, Any] = (None, True, None)
         self._rank = dist.get_rank()
 
     @property

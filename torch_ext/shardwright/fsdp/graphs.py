@@ -56,13 +56,13 @@ class UnitState(Protocol):
 
 
 _handles = itertools.count()
-_known: weakref.WeakValueDictionary[int, UnitState] = weakref.WeakValueDictionary()  # units by handle
+_known: weakref.WeakValueDictionary[int, UnitState] = weakref.WeakValueDictionary()  # states of units by handle
 
 
-def handle_of(in_graphs: UnitState) -> int:
-    """Returns a new handle (an integer), by which operators find the object while it exists."""
+def handle_of(state: UnitState) -> int:
+    """Returns a new handle (an integer), by which operators find the state while it exists."""
     handle = next(_handles)
-    _known[handle] = in_graphs
+    _known[handle] = state
     return handle
 
 
@@ -231,7 +231,7 @@ def is_called_by_compiled_code(module: nn.Module) -> bool:
 
 
 def note_eager(unit: Unit, open_units: Iterable[Unit], is_compiled: bool, why: str | None) -> None:
-    """Counts a forward whose hooks run as eager code although its caller is compiled.
+    """Sets the flags of a forward whose hooks run as eager code, and counts it if its caller is compiled.
 
     Args:
         unit: the unit whose forward begins.
@@ -303,7 +303,10 @@ def _end(handle: int, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def begin_forward(handle: int, unit: Unit, arguments: Any) -> Any:
-    """Records the beginning of a forward. Returns its arguments, and gives the modules their full weights."""
+    """Records the beginning of a forward, and gives the modules their full weights.
+
+    Returns the arguments. Those that require gradients, and the weights, are results of `_Begin`.
+    """
     flat, spec = tree_flatten(arguments)
     where = [i for i, value in enumerate(flat) if isinstance(value, torch.Tensor) and value.requires_grad]
     inputs = [flat[i] for i in where]

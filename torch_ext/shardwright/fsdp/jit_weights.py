@@ -81,8 +81,8 @@ def jit_weight(
 class JitWeight:
     """A weight that `jit_weight` made. All ranks of its mesh call its functions in the same order.
 
-    ``with weight as whole`` gathers it for a block. Autograd does not keep the memory of `whole` that it saves in the
-    block: a backward gathers the weight again, once for each block, and frees it when the gradient of `whole` is
+    ``with weight as whole`` gathers it for a block. The tensors that autograd saves in the block do not keep the memory
+    of `whole`: a backward gathers the weight again, once for each block, and frees it when the gradient of `whole` is
     complete. Other hooks for saved tensors (``torch.autograd.graph.saved_tensors_hooks``) do not see tensors that are
     saved in the block.
 
@@ -106,9 +106,8 @@ class JitWeight:
         self.shards, self.use, self.grad = shards, use, grad
         self._group = groups.weakly(group)
         self._device_mesh = device_mesh
-        self._prefetched: tuple[torch.Tensor, int] | None = (
-            None  # prefetched weight, and the version it is gathered from
-        )
+        # The prefetched weight, and the version of the parameter that it is gathered from.
+        self._prefetched: tuple[torch.Tensor, int] | None = None
         self._held: torch.Tensor | None = None  # the weight that `materialize` gathered
         self._blocks: list[_Block] = []  # open `with` blocks, innermost last
         protocol = {

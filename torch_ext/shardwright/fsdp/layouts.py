@@ -10,7 +10,6 @@
 All are on one mesh, except that `keep` may be on the mesh with one mesh dim split in two. Each arrow is a plan:
 
     store -> shards -> use -> keep -> use          grad -> store
-
 """
 
 from __future__ import annotations

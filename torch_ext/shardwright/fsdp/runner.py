@@ -109,7 +109,7 @@ class Runner(Departures):
             self._change_use("recompute" if in_backward else "forward")
         elif in_backward:
             self._recomputed.add(self._index[id(unit)])
-        # A recomputation computes as the latest forward whose backward runs did.
+        # A recomputation multiplies like the forward that it repeats: the latest one whose backward runs.
         begun = [forward for each in self.units for forward in each.backwards] if in_backward else []
         self._to_unsharded(unit, max(begun, default=self._num_forwards))
         return self._num_forwards
@@ -207,7 +207,7 @@ class Runner(Departures):
         self._drain(keeps_held=False)
 
     def _prepare_sequence(self, unit: Unit) -> None:
-        """Prepares for a forward while no unit is open. Ends a sequence of forwards if it is about to begin again."""
+        """Prepares for a forward while no unit is open. Ends a sequence of forwards if it begins again."""
         if self._backward_callback is not None:
             self.abort()
         only_forwards = all(use.kind == "forward" for use in self._uses)
@@ -268,7 +268,7 @@ class Runner(Departures):
         return Key(units, kind, torch.is_grad_enabled() or is_in_backward(), reduces, accumulates)
 
     def _end_sequence(self) -> None:
-        """Ends the sequence. Makes its schedule if it had none or differed from it, and again once it was timed."""
+        """Ends the sequence. Makes its schedule if it had none or did not follow it, and again after it was timed."""
         key, uses, plan, clock, is_too_long = self._key, self._uses, self._plan, self._clock, self._is_too_long
         activations = self._activations
         self._drain()
@@ -308,7 +308,7 @@ class Runner(Departures):
             self._arena = torch.empty(plan.schedule.arena_bytes, dtype=torch.uint8, device=self.device)
 
     def _drain(self, keeps_held: bool = True) -> None:
-        """Waits for all transfers, releases all units, and resets the sequence. `keeps_held`: except held units."""
+        """Waits for all transfers, releases units, and resets the sequence. `keeps_held`: keep held units."""
         with torch.no_grad():
             self.reductions.finish()  # also those scheduled to end in later uses, which may not run
         for unit in self.units:

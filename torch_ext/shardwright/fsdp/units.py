@@ -295,7 +295,7 @@ class Unit:
             weight.convert(dtypes_of)
 
     def watch_again(self) -> None:
-        """Watches parameters again after `nn.Module._apply`, which drops their attributes and may write them."""
+        """Detects writes again after `nn.Module._apply`, which drops attributes of parameters and may write them."""
         for weight in self.weights:
             weight.watch_again()
 

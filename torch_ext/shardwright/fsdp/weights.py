@@ -346,7 +346,7 @@ class Weight(GradientMixin):
         self._held_version = None
 
     def watch_again(self) -> None:
-        """Watches the parameter after it or its local tensor was replaced. With offload, pins its memory."""
+        """Detects writes again after the parameter or its local tensor was replaced. With offload, pins its memory."""
         moves.watch(self.sharded)
         if self._host_copies is not None and self.part.device.type == "cpu":
             self.sharded._local_tensor = self._host_copies.to_host_memory(self.part)  # type: ignore[attr-defined]
