@@ -215,5 +215,5 @@ def test_refused_arguments() -> None:
     for name, value in {"is_causal": False, "score_mod": abs, "out_transform": abs}.items():
         with pytest.raises(ValueError, match=f"{name} must be (True|None) with context"):
             layer(q, q, q, attention_masks=batch, **{name: value})
-    with pytest.raises(ValueError, match="attention_masks must be those of documents_of, got a dict"):
+    with pytest.raises(ValueError, match="attention_masks must be a Mask, made by .*, got a dict"):
         attention.shard_inputs(q, q, {"attention_masks": {}}, None, torch.device("cpu"))

@@ -172,7 +172,8 @@ class Receiving(Generator[tuple[str, Any], None, None]):
 
     def send(self, value: None) -> tuple[str, Any]:
         if self._completed_by:
-            raise RuntimeError(f"receive: {self._completed_by}() was called before the end, and completed the transfer")
+            completed = f"receive: {self._completed_by}() was called before the end, and completed the transfer"
+            raise RuntimeError(f"{completed}; call it after the end of the iteration")
         return self._tensors.send(value)
 
     def throw(self, *error: Any) -> tuple[str, Any]:
@@ -234,7 +235,7 @@ class Transfer:
 
         Sources must not be written to before ``source_free.wait()``, and the destination is complete after ``wait()``.
         Earlier runs of this transfer are completed first. The call waits for all ranks. With `only_changed`, it also
-        moves changes in all rounds but the last, so that it waits for their messages.
+        waits for all rounds of messages but the last.
 
         Args:
             everything: with `only_changed`, send everything. It suffices that one rank asks for it.

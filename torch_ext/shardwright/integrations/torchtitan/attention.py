@@ -194,7 +194,7 @@ def shard_inputs(
     if mask is None:  # ScaledDotProductAttention: attention within rows
         mask = Mask(documents=(length,) * rows)
     if not isinstance(mask, Mask):
-        raise argument_error("attention_masks", "those of documents_of", f"a {type(mask).__name__}")
+        raise argument_error("attention_masks", "a Mask, made by get_attention_masks", f"a {type(mask).__name__}")
     layout = _layout_of(load_balancer_type)
     _check_order(cp_mesh, length, load_balancer_type, inputs.device)
     inputs, labels, extra_kwargs = prepare_context_parallel_input(

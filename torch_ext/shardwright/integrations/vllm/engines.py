@@ -58,10 +58,7 @@ class ServerInitInfo(WeightTransferInitInfo):
 
 @dataclass(kw_only=True)
 class UpdateInfo(WeightTransferUpdateInfo):
-    """Empty: everything that an update needs is known since the start.
-
-    `everything` sends everything, also with `only_changed`.
-    """
+    """Arguments of an update. `everything`: send everything, even with `only_changed`."""
 
     everything: bool = False
 
@@ -221,7 +218,7 @@ def _shapes(init_info: ServerInitInfo) -> Weights:
 
 
 def _has_local_parts(source: Any) -> bool:
-    """Returns whether a source yields this rank's part of each weight, as sources can since vLLM 0.33."""
+    """Returns True if a source yields this rank's part of each weight, as sources can since vLLM 0.33."""
     return hasattr(source, "iter_local") and source.implements_iter_local()
 
 

@@ -128,7 +128,7 @@ def _quant_methods(model: torch.nn.Module) -> dict[str, str]:
 
 
 def _converts(model: torch.nn.Module, plain_methods: set[str]) -> bool:
-    """Returns whether any layer may convert weights after loading."""
+    """Returns True if any layer may convert weights after loading."""
     methods = {*_quant_methods(model).values()}
     derive = {type(layer).__name__ for layer in model.modules() if hasattr(layer, "process_weights_after_loading")}
     if not methods <= plain_methods or not derive <= {*PLAIN_ATTENTION}:
