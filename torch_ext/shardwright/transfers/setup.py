@@ -148,10 +148,11 @@ def set_up(
     ]
     source, destination = (read_or_report(read, reader.problems, reader.rank, {}) for read in reads)
     checked_rules = read_or_report(lambda: _rules(rules), problems, reader.rank, [])
-    device, kind = _device(device_argument, source, destination, group, reader)
+    device, device_option = _device(device_argument, source, destination, group, reader)
     mine = declare(source, destination, reader.unread)
     # Names that could not be read are declared too, so that other ranks do not report them as missing.
-    agreed, found = declarations.agree(mine, {**options._asdict(), **kind}, [*problems, *reader.problems], group)
+    options_to_compare = {**options._asdict(), **device_option}
+    agreed, found = declarations.agree(mine, options_to_compare, [*problems, *reader.problems], group)
     moving, order, more = _apply_map(agreed, checked_rules, options, reader.rank)
     used = {piece.source for mapped in moving.values() for piece in mapped.pieces} - reader.invalid
     read = {name: x.part for name, x in source.items() if name in used and x.local is not None}
