@@ -164,7 +164,7 @@ def _register(module: nn.Module, state: _State) -> None:
 
 
 def _register_state_dict_hooks(state: _State) -> None:
-    """Adds hooks of state dicts: they have sharded parameters, and a loaded one may change dtypes or devices."""
+    """Adds hooks: state dicts have sharded parameters, and loading one may change their dtypes and devices."""
     for owner in {owner: None for weight in state.unit.weights for owner, _ in weight.owners}:
         owner.register_state_dict_pre_hook(state.before_state_dict)
         owner.register_load_state_dict_pre_hook(state.before_state_dict)
@@ -172,7 +172,7 @@ def _register_state_dict_hooks(state: _State) -> None:
 
 
 def _dtypes_by(policy: Policy, matmul_format: str | None) -> DtypesOf:
-    """Returns a function that checks a parameter and returns its dtypes and what multiplies by its messages, if any."""
+    """Returns a function that checks a parameter, and returns its dtypes and its `weights.Product`, if it has one."""
 
     def dtypes_of(name: str, parameter: nn.Parameter, owners: Any, placed: Layouts) -> Any:
         in_dtypes = policy.of(parameter)

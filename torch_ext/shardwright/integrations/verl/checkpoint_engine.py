@@ -192,7 +192,7 @@ class CheckpointEngine(base.CheckpointEngine, _Member):
         """Sends the trainer's current weights, and waits until all workers have them.
 
         Returns:
-            On rank 0, with `only_changed`, the bytes that it sent, in MiB, and those of all its elements.
+            On rank 0 with `only_changed`, the MiB that it sent, and the MiB of a full transfer; else nothing.
 
         Raises ValueError if `weights` are verl's full tensors.
         """
@@ -220,13 +220,13 @@ class CheckpointEngine(base.CheckpointEngine, _Member):
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
         """Yields one tensor, which `Receiver.receive` takes."""
-        told = {name: self._address[name] for name in ("host", "port", "backend", "number", "world_size")}
-        told["role"] = f"rollout{self._address['members'].index(self._id)}"
-        yield ADDRESS, torch.tensor(list(json.dumps(told).encode()), dtype=torch.uint8)
+        address = {name: self._address[name] for name in ("host", "port", "backend", "number", "world_size")}
+        address["role"] = f"rollout{self._address['members'].index(self._id)}"
+        yield ADDRESS, torch.tensor(list(json.dumps(address).encode()), dtype=torch.uint8)
 
 
-def _from_trainer(link: Connection, told: object) -> Any:
+def _from_trainer(link: Connection, value: object) -> Any:
     """Returns the weights, rules and options that rank 0 of the trainer passes, on all ranks."""
-    box = [told]
+    box = [value]
     dist.broadcast_object_list(box, group_src=link.ranks(TRAINER)[0], group=link.group)
     return box[0]

@@ -168,8 +168,8 @@ class TrainerEngine(TrainerWeightTransferEngine[TrainerInfo]):
         engine.rank = init_info.rank
         metadata = source.metadata() if callable(source.metadata) else source.metadata  # a method in vLLM 0.32
         weights = [(meta.name, list(meta.shape), str(meta.dtype).removeprefix("torch.")) for meta in metadata]
-        told = {name: value for name, value in asdict(init_info).items() if name != "rank"}
-        to_workers = ServerInitInfo(**told, weights=weights)
+        arguments = {name: value for name, value in asdict(init_info).items() if name != "rank"}
+        to_workers = ServerInitInfo(**arguments, weights=weights)
         host, port = init_info.store_host, init_info.store_port
         store = dist.TCPStore(host, port, is_master=init_info.is_sender, wait_for_workers=False)
         engine._with_workers(
