@@ -65,7 +65,7 @@ class Options(NamedTuple):
 # The arguments of the operator `attend` after its tensors: forward and backward as text, the group names of each, rank.
 Call = tuple[str, str, tuple[str, ...], tuple[str, ...], int]
 
-_Form = tuple[str, tuple[int, ...]]  # dtype and shape of a mask tensor
+_MaskSpec = tuple[str, tuple[int, ...]]  # dtype and shape of a mask tensor
 
 
 class Planned(NamedTuple):
@@ -73,7 +73,7 @@ class Planned(NamedTuple):
 
     attention: _planner.Attention
     call: Call  # without a mask tensor
-    by_mask: dict[_Form, Call]  # with a mask tensor of this dtype and shape
+    by_mask: dict[_MaskSpec, Call]  # with a mask tensor of this dtype and shape
 
 
 class _Keys(NamedTuple):
@@ -169,14 +169,14 @@ def _call_with(planned: Planned, tensors: Sequence[torch.Tensor]) -> Call:
     """Returns the operator's arguments with the mask tensor in `tensors`. All masks need the same groups."""
     q, mask = tensors[0], tensors[3]
     check_mask(q, mask)
-    spec = _spec_of(mask)
+    spec = _mask_spec(mask)
     if spec not in planned.by_mask:
         attention = planned.attention.with_mask(spec)
         planned.by_mask[spec] = (attention.to_text(False), attention.to_text(True), *planned.call[2:])
     return planned.by_mask[spec]
 
 
-def _spec_of(mask: torch.Tensor) -> Any:
+def _mask_spec(mask: torch.Tensor) -> Any:
     """Returns the dtype and the shape of a mask tensor."""
     return argument_values.dtype_text(mask.dtype), tuple(mask.shape)
 
@@ -195,8 +195,8 @@ def _plan_and_bind(
             raise argument_error("group", "None with DTensors, whose mesh has groups", "a group")
         check_tensors(options, tensors)
         shards = _dtensor_shards(options, q, tensors[1])
-    carrier = shards.group if isinstance(q, DTensor) else _group_or_default(group)
-    rank = 0 if carrier is None else dist.get_rank(carrier if carrier in groups.makers else None)
+    shared_group = shards.group if isinstance(q, DTensor) else _group_or_default(group)
+    rank = 0 if shared_group is None else dist.get_rank(shared_group if shared_group in groups.makers else None)
     try:
         if not isinstance(q, DTensor):
             check_tensors(options, tensors)
@@ -204,8 +204,8 @@ def _plan_and_bind(
         attention = _with_method(_problem(options, tensors, shards, rank), options.method, q.device.type, needs_grad)
     except ValueError as caught:
         error = caught
-    if carrier is not None and dist.get_world_size(carrier) > 1 and not checking.is_on():
-        _compare(options, attention, error, carrier, q.device.type)
+    if shared_group is not None and dist.get_world_size(shared_group) > 1 and not checking.is_on():
+        _compare(options, attention, error, shared_group, q.device.type)
     if attention is None:
         assert error is not None
         raise error
@@ -228,7 +228,7 @@ def _problem(options: Options, tensors: Sequence[torch.Tensor], shards: _Shards,
         is_causal=options.is_causal,
         window=options.window,
         documents=list(options.documents),
-        mask=_spec_of(tensors[3]) if tensors[3:] else None,
+        mask=_mask_spec(tensors[3]) if tensors[3:] else None,
         scale=1 / math.sqrt(max(depth, 1)) if options.scale is None else options.scale,
         chunks=options.chunks,
         lowering=executables.lowering(kind, shards.group) if is_shared else _planner.Lowering.of_device(kind),
@@ -251,16 +251,14 @@ def _group_or_default(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     groups.check_initialized()
     if dist.get_rank(group) < 0:
         raise argument_error("group", "a group with this rank", f"one without rank {dist.get_rank()}")
-    carrier = group if group is not None else dist.group.WORLD
-    assert carrier is not None
-    return carrier
+    return groups.default_if_none(group)
 
 
 def _compare(
     options: Options,
     attention: _planner.Attention | None,
     error: ValueError | None,
-    carrier: dist.ProcessGroup,
+    shared_group: dist.ProcessGroup,
     device_type: str,
 ) -> None:
     """Raises on all ranks if any rank has an error, or if arguments differ. All ranks that share the sequence must
@@ -270,7 +268,7 @@ def _compare(
     """
     text = "" if attention is None else attention.with_default_mask().to_text(False)
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
-    words = GroupWords(carrier)
+    words = GroupWords(shared_group)
     digests = words.compare(Statement("attention"), error, torch.tensor([digest]))
     if attention is not None and bool((digests != digest).any()):
         description = attention.describe(*tables_for(attention, device_type)).splitlines()[0]

@@ -46,7 +46,7 @@ class ExpertGroup:
         if self._words is None:
             group = self._group.get()
             self._check_backend(group)
-            self._words = GroupWords(group if group is not None else dist.group.WORLD)
+            self._words = GroupWords(groups.default_if_none(group))
         return self._words
 
     def check_device(self, device: torch.device) -> None:
@@ -120,10 +120,10 @@ class Nodes:
 
     def __init__(self, ranks: ExpertRanks, ranks_per_node: int) -> None:
         nodes = [rank // ranks_per_node for rank in ranks.ranks]
-        names = sorted(set(nodes))
+        node_numbers = sorted(set(nodes))
         self.ranks_per_node = ranks_per_node
-        self.node_of_rank = [names.index(node) for node in nodes]
-        members = [[r for r in range(ranks.size) if self.node_of_rank[r] == node] for node in range(len(names))]
+        self.node_of_rank = [node_numbers.index(node) for node in nodes]
+        members = [[r for r in range(ranks.size) if self.node_of_rank[r] == node] for node in range(len(node_numbers))]
         self._own_node = own_node = self.node_of_rank[ranks.rank]
         own_index = members[own_node].index(ranks.rank)
         relays = [node[own_index % len(node)] for node in members]
@@ -223,7 +223,7 @@ def _members(group: Group) -> list[int]:
     """Returns the global ranks in the order in which a placement lists them."""
     if argument_values.is_device_mesh(group):
         return list(argument_values.device_mesh_parts(group)[2])
-    return dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+    return dist.get_process_group_ranks(groups.default_if_none(group))
 
 
 def _process_group(members: Sequence[int], group: Group) -> dist.ProcessGroup:

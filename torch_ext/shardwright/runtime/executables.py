@@ -327,9 +327,8 @@ def operator_group_names(text: str, rank: int, **where: Any) -> list[str]:
 
 def bind_batch(batch: _planner.Batch, device_type: str, group: dist.ProcessGroup | None) -> _runtime.BoundBatch:
     """Plans a batch and returns this rank's program, bound to `group`. The batch's meshes have ranks of that group."""
-    carrier = group if group is not None else dist.group.WORLD
-    assert carrier is not None
-    return _runtime.BoundBatch(batch.to_bytes(), dist.get_rank(group), carrier.group_name, wire(device_type, group))
+    name = groups.default_if_none(group).group_name
+    return _runtime.BoundBatch(batch.to_bytes(), dist.get_rank(group), name, wire(device_type, group))
 
 
 def run(
@@ -467,7 +466,7 @@ def lowering(device_type: str, group: dist.ProcessGroup | None) -> _planner.Lowe
     if name is None:
         raise RuntimeError(
             f"group must have a backend such as gloo or nccl for {device_type}, got "
-            f"{group if group is not None else dist.group.WORLD} without one, such as a group written in Python"
+            f"{groups.default_if_none(group)} without one, such as a group written in Python"
         )
     return _planner.Lowering.of_backend(name, device_type)
 
@@ -488,9 +487,7 @@ def _backend_name(device_type: str, group: dist.ProcessGroup | None) -> str | No
     The ranks of a group without a backend object may be threads of one process, which share this module's caches.
     """
     groups.check_initialized()
-    carrier = group if group is not None else dist.group.WORLD
-    assert carrier is not None
     try:
-        return carrier._get_backend(torch.device(device_type)).name().lower()
+        return groups.default_if_none(group)._get_backend(torch.device(device_type)).name().lower()
     except RuntimeError:
         return None

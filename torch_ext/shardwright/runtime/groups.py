@@ -132,6 +132,13 @@ def weakly(group: dist.ProcessGroup | None) -> WeakGroup:
     return DEFAULT if group is None else WeakGroup(group)
 
 
+def default_if_none(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """Returns the group, or the default group for None."""
+    found = dist.group.WORLD if group is None else group
+    assert found is not None
+    return found
+
+
 def check_initialized() -> None:
     """Raises RuntimeError if there is no default process group. Drops all values cached for an earlier one."""
     if not dist.is_available() or not dist.is_initialized():
@@ -315,7 +322,7 @@ def ranks_in_meshes(group: dist.ProcessGroup | None) -> list[int]:
     """Returns a group's ranks as meshes name them: global ranks, or ranks in the group if it joins several jobs."""
     if joins_jobs(group):
         return list(range(dist.get_world_size(group)))
-    return list(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
+    return list(dist.get_process_group_ranks(default_if_none(group)))
 
 
 def rank_in_meshes(group: dist.ProcessGroup | None) -> int:

@@ -124,9 +124,7 @@ groups.default_group_gone_hooks.append(_batches.clear)
 
 def _batches_of(group: dist.ProcessGroup | None) -> dict[Hashable, _Prepared]:
     """Returns the batches of a group, by `_Call.key`."""
-    carrier = group if group is not None else dist.group.WORLD
-    assert carrier is not None
-    return _batches.setdefault(carrier, {})
+    return _batches.setdefault(groups.default_if_none(group), {})
 
 
 class _Call:
@@ -220,9 +218,7 @@ class _Call:
         Raises:
             ValueError, RuntimeError: as `compare` does, on all ranks.
         """
-        carrier = group if group is not None else dist.group.WORLD
-        assert carrier is not None
-        words = GroupWords(carrier)
+        words = GroupWords(groups.default_if_none(group))
         fields = {
             "number of items": len(self.pairs),
             "bucket_bytes": self.bucket_bytes,
