@@ -19,7 +19,7 @@ import shardwright as sw
 from meshes import get_mesh
 from pool import Pool, run_isolated
 from shardwright.calibration import calibrate, products
-from shardwright.calibration.job import nodes_of_hosts
+from shardwright.calibration.job import ranks_per_host
 from shardwright.cli import calibrate as command
 from shardwright.layouts import tables
 from shardwright.matmul import running
@@ -173,7 +173,7 @@ def test_later_plans_and_products_use_the_measured_tables(pool: Pool) -> None:
 )
 def test_late_time_per_chunk(message: float, slowdown: float, together: Callable[[int], float], late: float) -> None:
     times = [time for n in (2, 8) for time in (message, together(n) + n * late + 0.01)]
-    assert products.late_by_chunk(times, 1.0, slowdown) == pytest.approx(late, abs=1e-12)
+    assert products.delay_per_chunk(times, 1.0, slowdown) == pytest.approx(late, abs=1e-12)
 
 
 def _calibrate_with_a_slow_rank() -> str:
@@ -308,13 +308,13 @@ def test_calibrate_command_outside_a_job(monkeypatch: pytest.MonkeyPatch, capsys
     ],
 )
 def test_ranks_per_node_of_hosts(ranks: list[int], hosts: str, expected: int) -> None:
-    assert nodes_of_hosts(ranks, list(hosts)) == expected
+    assert ranks_per_host(ranks, list(hosts)) == expected
 
 
 @pytest.mark.parametrize("hosts", ["abab", "abcc", "abbb"])
 def test_hosts_with_irregular_nodes_raise(hosts: str) -> None:
     with pytest.raises(ValueError, match="ranks_per_node must be given unless each host"):
-        nodes_of_hosts([0, 1, 2, 3], list(hosts))
+        ranks_per_host([0, 1, 2, 3], list(hosts))
 
 
 def _by_torchrun() -> int:

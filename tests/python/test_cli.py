@@ -191,7 +191,7 @@ def test_closed_pipe_ends_quietly(arguments: list[str]) -> None:
 def test_interrupt_ends_quietly() -> None:
     code = (
         "import os, signal, shardwright.cli.main as cli\n"
-        "cli._work_out = lambda plan: os.kill(os.getpid(), signal.SIGINT)\n"
+        "cli._compute_costs = lambda plan: os.kill(os.getpid(), signal.SIGINT)\n"
         f"raise SystemExit(cli.main({['plan', *PAIR]!r}))\n"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
@@ -308,8 +308,8 @@ def test_the_plan_is_printed_before_its_certificate() -> None:
     """Output is flushed at once: the plan is printed before the certificate is computed."""
     code = (
         "import time, shardwright.cli.main as cli\n"
-        "work_out = cli._work_out\n"
-        "cli._work_out = lambda plan: (time.sleep(3), work_out(plan))\n"
+        "compute_costs = cli._compute_costs\n"
+        "cli._compute_costs = lambda plan: (time.sleep(3), compute_costs(plan))\n"
         f"raise SystemExit(cli.main({['plan', *PAIR]!r}))\n"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)

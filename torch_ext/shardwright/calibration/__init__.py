@@ -76,8 +76,8 @@ def calibrate(
     if argument_values.is_device_mesh(group) and mesh is None:
         group, mesh = None, group
     job = job_of(group, device, mesh, quick)
-    is_whole = len(job.members) == dist.get_world_size()
-    if apply and not is_whole:
+    has_all_ranks = len(job.members) == dist.get_world_size()
+    if apply and not has_all_ranks:
         raise ValueError(
             f"apply must be False for a part of the job, got True for {len(job.members)} of {dist.get_world_size()} "
             "ranks. Plans would differ between ranks. Pass the topology to sw.Mesh instead, for plans on these ranks"
@@ -93,7 +93,7 @@ def calibrate(
             model = measure_products(job.ranks, job.device, dtype, traffic_of(job, topology), quick)
             gemm_models[job.device.type, argument_values.dtype_text(dtype)] = model
             report.append(report_of(dtype, model))
-    if apply or (apply is None and is_whole):
+    if apply or (apply is None and has_all_ranks):
         tables.set_measured(job.lowering.name, topology, gemm_models)
     if dist.get_rank(job.ranks.group) == 0:
         logger.info("\n".join(report))

@@ -99,27 +99,27 @@ def job_of(group: dist.ProcessGroup | None, device: torch.device | str | None, m
     """Checks the arguments of `calibrate`, and returns the job."""
     groups.check_initialized()
     argument_checks.check_group(group)
-    carrier = group if group is not None else dist.group.WORLD
-    assert carrier is not None
-    if dist.get_rank(carrier) < 0:
+    group = groups.default_if_none(group)
+    if dist.get_rank(group) < 0:
         raise ValueError(f"group must contain this rank, got a group without rank {dist.get_rank()}")
-    members = dist.get_process_group_ranks(carrier)
+    members = dist.get_process_group_ranks(group)
     if len(members) < 2:
         raise ValueError(f"group must have at least 2 ranks, got {len(members)}")
-    kinds = sorted(kind.type for kind in carrier._device_types)
+    kinds = sorted(kind.type for kind in group._device_types)
     if device is None:
-        device = getattr(mesh, "device_type", None) or _default_device(carrier, kinds)
-    where = argument_checks.device_of("device", device)
-    if where.type not in kinds:
-        raise argument_error("device", f"one of {', '.join(kinds)}, as the group's backends", where.type)
-    return Job(Ranks(carrier), members, where, executables.lowering(where.type, carrier), quick)
+        device = getattr(mesh, "device_type", None) or _default_device(group, kinds)
+    measured_device = argument_checks.device_of("device", device)
+    if measured_device.type not in kinds:
+        raise argument_error("device", f"one of {', '.join(kinds)}, as the group's backends", measured_device.type)
+    lowering = executables.lowering(measured_device.type, group)
+    return Job(Ranks(group), members, measured_device, lowering, quick)
 
 
-def _default_device(carrier: dist.ProcessGroup, kinds: list[str]) -> str:
+def _default_device(group: dist.ProcessGroup, kinds: list[str]) -> str:
     """Returns CUDA if the group sends from CUDA memory, else CPU if the group has a backend for it, else any other."""
     # Gloo accepts CUDA tensors too, but calibrating it for them is rarely wanted.
     has_cuda = "cuda" in kinds and torch.cuda.is_available()
-    if has_cuda and executables.lowering("cuda", carrier).is_on_device:
+    if has_cuda and executables.lowering("cuda", group).is_on_device:
         return "cuda"
     return "cpu" if "cpu" in kinds else kinds[0]
 
@@ -135,12 +135,15 @@ def ranks_per_node(job: Job, num_ranks: int | None) -> int:
     if num_ranks is None and None not in by_torchrun and len(set(by_torchrun)) == 1:
         num_ranks = int(by_torchrun[0])
     if num_ranks is None:
-        num_ranks = nodes_of_hosts(job.members, hosts)
+        num_ranks = ranks_per_host(job.members, hosts)
     return 0 if len(by_node(job.members, num_ranks)) == 1 else num_ranks
 
 
-def nodes_of_hosts(ranks: list[int], hosts: list[str]) -> int:
-    """Returns `ranks_per_node` from the host of each rank. Raises ValueError if hosts do not have consecutive ranks."""
+def ranks_per_host(ranks: list[int], hosts: list[str]) -> int:
+    """Returns `ranks_per_node`, the largest number of ranks on a host, or 0 if all ranks are on one host.
+
+    `hosts` has the host of each rank. Raises ValueError unless ``rank // ranks_per_node`` numbers the hosts.
+    """
     if len(set(hosts)) == 1:
         return 0
     largest = max(hosts.count(host) for host in hosts)

@@ -47,8 +47,8 @@ _LOW_QUANTILE = 0.1  # of the times of all rounds
 _PS = 1e12  # picoseconds per second
 
 
-class _Series(NamedTuple):
-    """One all-to-all to measure: this rank's team, None if it idles, and the bytes to send to all peers together."""
+class _Measurement(NamedTuple):
+    """An all-to-all to measure: this rank's team, None if it idles, and the bytes to send to all peers together."""
 
     name: str
     team: dist.ProcessGroup | None
@@ -73,8 +73,8 @@ def measure_links(job: Job, given_per_node: int | None, name: str, mesh: Any | N
     per_node = ranks_per_node(job, given_per_node)
     nodes = by_node(job.members, per_node)
     teams = ([rank for rank in team if rank is not None] for team in itertools.zip_longest(*nodes))
-    series = [*_in_teams(job, "inside", nodes), *_in_teams(job, "between", list(teams)), *_along(job, mesh)]
-    points, copy_seconds = _take_points(job, series)
+    measurements = [*_in_teams(job, "inside", nodes), *_in_teams(job, "between", list(teams)), *_along(job, mesh)]
+    points, copy_seconds = _measure(job, measurements)
     along = {where.removeprefix(_ALONG): taken for where, taken in points.items() if where.startswith(_ALONG)}
     crossing = _crossing(mesh, per_node)
     inside, between, mesh_dims = fit_links(points.get("inside", []), points.get("between", []), along, crossing)
@@ -103,8 +103,11 @@ def _link(fit: LinkFit) -> Link:
 _ALONG = "mesh dim "  # prefix of the names of series along a mesh dim
 
 
-def _in_teams(job: Job, name: str, lines: list[list[int]]) -> Iterable[_Series]:
-    """Yields series in teams of 2, 4, 8, ... consecutive ranks of each line, and in full lines. Leftover ranks idle."""
+def _in_teams(job: Job, name: str, lines: list[list[int]]) -> Iterable[_Measurement]:
+    """Yields measurements in teams of 2, 4, 8, ... consecutive ranks of each line (a list of ranks), and in full lines.
+
+    Leftover ranks idle.
+    """
     longest = min(max(map(len, lines)), _MAX_TEAM)
     for size in sorted({*(1 << n for n in range(1, longest.bit_length())), longest} - {1}):
         team = None
@@ -115,8 +118,8 @@ def _in_teams(job: Job, name: str, lines: list[list[int]]) -> Iterable[_Series]:
         yield from _at_all_sizes(job, name, team, size - 1)
 
 
-def _along(job: Job, mesh: Any | None) -> Iterable[_Series]:
-    """Yields series in the process groups of each mesh dim."""
+def _along(job: Job, mesh: Any | None) -> Iterable[_Measurement]:
+    """Yields measurements in the process groups of each mesh dim."""
     if mesh is None:
         return
     if not argument_values.is_device_mesh(mesh):
@@ -130,10 +133,10 @@ def _along(job: Job, mesh: Any | None) -> Iterable[_Series]:
             yield from _at_all_sizes(job, _ALONG + name, team, size - 1)
 
 
-def _at_all_sizes(job: Job, name: str, team: dist.ProcessGroup | None, peers: int) -> Iterable[_Series]:
-    """Yields a series for each message size."""
+def _at_all_sizes(job: Job, name: str, team: dist.ProcessGroup | None, peers: int) -> Iterable[_Measurement]:
+    """Yields a measurement for each message size."""
     for size in _SIZES_BYTES_QUICK if job.quick else _SIZES_BYTES:
-        yield _Series(name, team, peers, size // peers * peers)
+        yield _Measurement(name, team, peers, size // peers * peers)
 
 
 def _crossing(mesh: Any | None, per_node: int) -> set[str]:
@@ -148,10 +151,10 @@ def _crossing(mesh: Any | None, per_node: int) -> set[str]:
 # ---- measuring
 
 
-def _take_points(job: Job, series: list[_Series]) -> tuple[dict[str, _Points], float]:
-    """Returns points by the name of their series, and the seconds per copy of `_MEMORY_BYTES`."""
+def _measure(job: Job, measurements: list[_Measurement]) -> tuple[dict[str, _Points], float]:
+    """Times all measurements. Returns their points by name, and the seconds per copy of `_MEMORY_BYTES`."""
     large = torch.zeros(_MEMORY_BYTES, dtype=torch.uint8, device=job.device)
-    calls = [_all_to_all(job, entry) for entry in series] + [large.clone]
+    calls = [_all_to_all(job, measurement) for measurement in measurements] + [large.clone]
 
     def batch(call: Callable[[], object], repeats: int) -> float:
         job.ranks.wait()
@@ -166,13 +169,16 @@ def _take_points(job: Job, series: list[_Series]) -> tuple[dict[str, _Points], f
     seconds_by_round = [[batch(*call_and_repeats) for call_and_repeats in zip(calls, repeats)] for _ in rounds]
     *measured, copy_seconds = job.ranks.slowest(seconds_by_round, _LOW_QUANTILE)
     points: dict[str, _Points] = {}
-    for measurement, seconds in zip(series, measured):
+    for measurement, seconds in zip(measurements, measured):
         points.setdefault(measurement.name, []).append((measurement.peers, measurement.sent_bytes, seconds))
     return points, copy_seconds
 
 
-def _all_to_all(job: Job, measurement: _Series) -> Callable[[], object]:
-    """Returns a function that runs the all-to-all as the runtime does, without own parts. Idle ranks do nothing."""
+def _all_to_all(job: Job, measurement: _Measurement) -> Callable[[], object]:
+    """Returns a function that runs the all-to-all as the runtime does, sending nothing to itself.
+
+    On ranks that idle, the function does nothing.
+    """
     if measurement.team is None:
         return lambda: None
     team = measurement.team
@@ -252,4 +258,4 @@ def _report(job: Job, fits: dict[str, LinkFit], points: dict[str, _Points], copy
 
 def _rate(seconds_per_byte: float) -> str:
     """Returns a rate as text in GB/s."""
-    return f"{1e-9 / seconds_per_byte:.2f} GB/s" if seconds_per_byte > 0 else "more GB/s than can be told"
+    return f"{1e-9 / seconds_per_byte:.2f} GB/s" if seconds_per_byte > 0 else "too fast to measure"

@@ -18,13 +18,13 @@ from .job import Ranks, seconds_of
 _REPEATS, _REPEATS_QUICK = 9, 3
 _LOW_QUANTILE = 0.25
 _MAX_SECONDS = 0.25  # maximum for a large product on CPU; if it takes longer, a smaller one is used
-_TRAFFIC_LASTS = 1.5  # duration of messages, relative to the products that run at the same time
+_TRAFFIC_RATIO = 1.5  # duration of messages, relative to the products that run at the same time
 _LARGE = {"cpu": 1024, "cuda": 8192}
 _SMALL = 16
 _LARGE_CALLS = 3  # per round, so that ranks overlap even if they leave the barrier at different times
 _SHORT_CALLS = 10  # per round; the fastest counts
 _CHUNKS = (2, 8)  # the two numbers of chunks that are compared
-_CHUNKS_LAST = 2.0  # duration of all messages, relative to the large product; long enough to see the cost per chunk
+_CHUNKS_RATIO = 2.0  # duration of all messages, relative to the large product; long enough to see the cost per chunk
 # Rows and columns of the tiles of kernels for 16-bit operands.
 _TILES = ((64, 64), (64, 128), (128, 128), (128, 192), (128, 256), (256, 256))
 
@@ -90,19 +90,19 @@ def measure_products(
     large, small, copy = ranks.slowest([work.times_alone(ranks) for _ in ranks.rounds(repeats)], _LOW_QUANTILE)
     slowdown, chunk = None, 0.0
     if traffic is not None:
-        lasts = _TRAFFIC_LASTS * _LARGE_CALLS * large
-        turns = [work.times_during(ranks, traffic, lasts) for _ in ranks.rounds(repeats)]
-        alone, during = ranks.slowest(turns, _LOW_QUANTILE)
+        traffic_seconds = _TRAFFIC_RATIO * _LARGE_CALLS * large
+        times_by_round = [work.times_during(ranks, traffic, traffic_seconds) for _ in ranks.rounds(repeats)]
+        alone, during = ranks.slowest(times_by_round, _LOW_QUANTILE)
         slowdown = max(during / alone - 1, 0.0)
-        lasts = _CHUNKS_LAST * large
-        turns = [work.times_in_chunks(ranks, traffic, lasts) for _ in ranks.rounds(repeats)]
-        times = ranks.slowest(turns, _LOW_QUANTILE)
-        chunk = late_by_chunk(times, large, slowdown)
+        traffic_seconds = _CHUNKS_RATIO * large
+        times_by_round = [work.times_in_chunks(ranks, traffic, traffic_seconds) for _ in ranks.rounds(repeats)]
+        times = ranks.slowest(times_by_round, _LOW_QUANTILE)
+        chunk = delay_per_chunk(times, large, slowdown)
     return work.model(large, small, copy, slowdown, chunk, ranks.from_all(work.tiles)[0])
 
 
-def late_by_chunk(times: list[float], product: float, slowdown: float) -> float:
-    """Returns the delay per chunk, in seconds, missing in the predicted timeline, from `_Products.times_in_chunks`.
+def delay_per_chunk(times: list[float], product: float, slowdown: float) -> float:
+    """Returns the seconds that each chunk takes beyond the predicted timeline (csrc/products/timeline.h).
 
     Messages and products in n chunks take the time of the timeline in csrc/products/timeline.h, plus a delay per chunk,
     plus a constant. The difference between two values of n gives the delay per chunk.
@@ -158,35 +158,35 @@ class _Products:
             times.append(min(seconds_of(self.device, call) for _ in range(_SHORT_CALLS)))
         return times
 
-    def times_during(self, ranks: Ranks, traffic: Traffic, lasts: float) -> list[float]:
+    def times_during(self, ranks: Ranks, traffic: Traffic, traffic_seconds: float) -> list[float]:
         """Times the large product alone, and during transfers."""
         ranks.wait()
         alone = seconds_of(self.device, self.product, _LARGE_CALLS)
         ranks.wait()
-        finish = traffic(lasts)
+        finish = traffic(traffic_seconds)
         during = seconds_of(self.device, self.product, _LARGE_CALLS)
         finish()
         return [alone, during]
 
-    def times_in_chunks(self, ranks: Ranks, traffic: Traffic, lasts: float) -> list[float]:
-        """Times messages in a few and in many chunks: alone, and with a slice of the large product after each."""
+    def times_in_chunks(self, ranks: Ranks, traffic: Traffic, traffic_seconds: float) -> list[float]:
+        """Times messages in few and in many chunks: alone, then with a slice of the large product after each chunk."""
         times = []
         for chunks in _CHUNKS:
             for slices in ([], list(zip(self.large.chunk(chunks), self.out.chunk(chunks), strict=True))):
                 ranks.wait()
-                call = functools.partial(self._in_chunks, traffic, lasts, chunks, slices)
+                call = functools.partial(self._in_chunks, traffic, traffic_seconds, chunks, slices)
                 times.append(seconds_of(self.device, call))
         return times
 
     def _in_chunks(
-        self, traffic: Traffic, lasts: float, chunks: int, slices: list[tuple[torch.Tensor, torch.Tensor]]
+        self, traffic: Traffic, traffic_seconds: float, chunks: int, slices: list[tuple[torch.Tensor, torch.Tensor]]
     ) -> None:
         """Exchanges messages in chunks. After each chunk, starts the next one and multiplies one slice, if any."""
-        finish = traffic(lasts / chunks)
+        finish = traffic(traffic_seconds / chunks)
         for chunk in range(chunks):
             finish()
             if chunk + 1 < chunks:
-                finish = traffic(lasts / chunks)
+                finish = traffic(traffic_seconds / chunks)
             if slices:
                 rows, out = slices[chunk]
                 torch.mm(rows, self.large, out=out)

@@ -10,8 +10,11 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def available_bytes() -> int | None:
-    """Returns the smallest of the amounts that machine, container and process limit leave; None if none is known."""
-    found = [limit for limit in (_machine_bytes(), _container_bytes(), _of_process()) if limit is not None]
+    """Returns the bytes that this process may still allocate, or None if no limit is known.
+
+    This is the least of what the machine, the container and the process limit leave.
+    """
+    found = [limit for limit in (_machine_bytes(), _container_bytes(), _process_bytes()) if limit is not None]
     return max(min(found), 0) if found else None
 
 
@@ -35,8 +38,8 @@ def _container_bytes() -> int | None:
     return None
 
 
-def _of_process() -> int | None:
-    """Returns the bytes that the limit of the address space leaves, or None without a limit."""
+def _process_bytes() -> int | None:
+    """Returns the bytes that the limit of the address space leaves to this process, or None without a limit."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:
         return None

@@ -20,7 +20,7 @@ from .parsers import MODULES, main_parser, module_of, plan_parser
 if TYPE_CHECKING:
     from .._planner import Plan
 
-_PATIENCE_SECONDS = 1.0  # before a progress message
+_QUIET_SECONDS = 1.0  # before a progress message
 _INTERRUPTED, _CLOSED_PIPE = 128 + 2, 128 + 13  # the exit statuses that shells use for SIGINT and SIGPIPE
 
 
@@ -38,23 +38,23 @@ def main(argv: Sequence[str] | None = None) -> int:
             if sys.stdout is not None:
                 sys.stdout.flush()
     except BrokenPipeError:
-        _forget_output()
+        _discard_output()
         return _CLOSED_PIPE
     except OSError as error:
-        _forget_output()
-        return _refuse(f"shardwright: the output cannot be written: {error.strerror}")
+        _discard_output()
+        return _fail(f"shardwright: the output cannot be written: {error.strerror}")
     except KeyboardInterrupt:
         return _INTERRUPTED
 
 
-def _forget_output() -> None:
-    """Redirects stdout to /dev/null, so that Python does not try again to flush it at exit."""
+def _discard_output() -> None:
+    """Redirects stdout to /dev/null, so that Python's flush at exit does not fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _refuse(sentence: str) -> int:
-    """Prints a sentence to stderr. Returns the exit status 2."""
-    print(sentence, file=sys.stderr)
+def _fail(error: str) -> int:
+    """Prints an error to stderr. Returns the exit status 2."""
+    print(error, file=sys.stderr)
     return 2
 
 
@@ -65,7 +65,7 @@ def _run(args: list[str]) -> int:
         try:
             return int(module_of(name).main(args[1:]))
         except ValueError as error:
-            return _refuse(f"shardwright {name}: {error}")
+            return _fail(f"shardwright {name}: {error}")
     if name != "plan":
         main_parser().parse_args(args)  # prints the version or help, or exits with an error
     parser = plan_parser()
@@ -77,15 +77,14 @@ def _run(args: list[str]) -> int:
     try:
         return _plan(arguments)
     except ValueError as error:
-        return _refuse(f"shardwright plan: {error}")
+        return _fail(f"shardwright plan: {error}")
     except MemoryError:
-        return _refuse("shardwright plan: out of memory; a mesh of fewer ranks or a smaller tensor takes less")
+        return _fail("shardwright plan: out of memory; a mesh of fewer ranks or a smaller tensor takes less")
 
 
-_ENDS = ("mesh", "shape", "src", "dst")  # required options
-# Options that describe what to plan; `_SHOWN` has those that say what to do with the plan.
-_ASKED = (
-    *_ENDS,
+_REQUIRED = ("mesh", "shape", "src", "dst")
+_INPUTS = (  # options that describe what to plan
+    *_REQUIRED,
     "dst_mesh",
     "src_ranks",
     "dst_ranks",
@@ -98,7 +97,7 @@ _ASKED = (
     "topology",
     "memory_limit",
 )
-_SHOWN = ("json", "svg", "html", "program", "simulate")
+_OUTPUTS = ("json", "svg", "html", "program", "simulate")  # options that describe what to do with the plan
 
 
 def _check_together(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
@@ -112,14 +111,14 @@ def _check_together(arguments: argparse.Namespace, parser: argparse.ArgumentPars
     if arguments.json and (arguments.simulate or arguments.program is not None):
         parser.error("--json prints the plan alone; leave out --simulate and --program")
     if arguments.diff:
-        if others := given((*_ASKED, "load", *_SHOWN)):
+        if others := given((*_INPUTS, "load", *_OUTPUTS)):
             parser.error(f"--diff compares two files and does nothing else; leave out {others}")
     elif arguments.load:
-        if others := given(_ASKED):
+        if others := given(_INPUTS):
             parser.error(f"--load takes the plan from a file; leave out {others}")
     elif arguments.dst_ranks and not arguments.dst_mesh:
         parser.error("--dst-ranks are those of --dst-mesh, which is missing")
-    elif None in [getattr(arguments, name) for name in _ENDS]:
+    elif None in [getattr(arguments, name) for name in _REQUIRED]:
         parser.error("the following arguments are required: --mesh, --shape, --src, --dst (or --load, --diff)")
 
 
@@ -130,21 +129,21 @@ def _plan(arguments: argparse.Namespace) -> int:
 
         first, second = map(_load, arguments.diff)
         for plan in (first, second):
-            _work_out(plan)
+            _compute_costs(plan)
         print(difference(first, second))
         return 0
     plan = _load(arguments.load) if arguments.load else _make(arguments)
     if arguments.svg:
         write_file("--svg", arguments.svg, plan.to_svg())
     if arguments.html:
-        _work_out(plan)
+        _compute_costs(plan)
         write_file("--html", arguments.html, plan.to_html())
     if arguments.json:
-        _work_out(plan)
+        _compute_costs(plan)
         print(plan.to_json())
         return 0
     print(plan, flush=True)
-    _work_out(plan)
+    _compute_costs(plan)
     print(_certificate(plan), flush=True)
     if arguments.program is not None:
         print(f"\nprogram of rank {arguments.program}:\n{plan.program(arguments.program)}", flush=True)
@@ -171,7 +170,7 @@ def _make(arguments: argparse.Namespace) -> Plan:
 
     src = layout(mesh, arguments.src, "--src-order", arguments.src_order)
     dst = layout(dst_mesh, arguments.dst, "--dst-order", arguments.dst_order)
-    with _saying("looking for the cheapest plan"):
+    with _progress("looking for the cheapest plan"):
         return plan(
             src,
             dst,
@@ -192,9 +191,9 @@ def _load(path: str) -> Plan:
 
 
 @contextlib.contextmanager
-def _saying(what: str) -> Iterator[None]:
+def _progress(what: str) -> Iterator[None]:
     """Prints a progress message to stderr if the block takes longer than about a second."""
-    timer = threading.Timer(_PATIENCE_SECONDS, lambda: print(f"shardwright plan: {what} ...", file=sys.stderr))
+    timer = threading.Timer(_QUIET_SECONDS, lambda: print(f"shardwright plan: {what} ...", file=sys.stderr))
     timer.daemon = True
     timer.start()
     try:
@@ -204,7 +203,7 @@ def _saying(what: str) -> Iterator[None]:
 
 
 # Fields of the certificate that can take long on large meshes, with the progress message for each.
-_FIGURES = {
+_SLOW_FIELDS = {
     "wire_bytes_max": "counting bytes and messages of all ranks",
     "bound_bytes_max": "computing the lower bound on the bytes received",
     "peak_bytes": "computing the peak memory of the worst rank",
@@ -212,11 +211,11 @@ _FIGURES = {
 }
 
 
-def _work_out(plan: Plan) -> None:
-    """Computes the slow fields, with progress messages. The plan caches them."""
-    for figure, what in _FIGURES.items():
-        with _saying(what):
-            getattr(plan, figure)
+def _compute_costs(plan: Plan) -> None:
+    """Computes the slow fields of the certificate, with progress messages. The plan caches them."""
+    for field, what in _SLOW_FIELDS.items():
+        with _progress(what):
+            getattr(plan, field)
 
 
 def _certificate(plan: Plan) -> str:
@@ -242,7 +241,7 @@ def _simulate(plan: Plan) -> None:
             f"--simulate needs about {needed / 2**30:,.1f} GiB for the data of all ranks, but only {free / 2**30:,.1f} "
             "GiB are free. Use a smaller tensor or mesh, which has the same moves"
         )
-    with _saying("running all ranks"):
+    with _progress("running all ranks"):
         moved = plan.simulate()
     print(f"simulated: every element right, {moved} B moved")
 
