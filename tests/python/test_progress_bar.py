@@ -182,7 +182,7 @@ def test_progress_of_a_build_without_a_terminal(
 @pytest.mark.any_torch
 def test_progress_of_a_build_on_a_terminal(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress_bar, "Bar", _Recorded)
-    monkeypatch.setattr(source_build, "_SECONDS_BETWEEN_LOOKS", 0.1)
+    monkeypatch.setattr(source_build, "_SECONDS_BETWEEN_UPDATES", 0.1)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     _Recorded.made.clear()
     source_build._wait(subprocess.Popen(_COMPILES, cwd=tmp_path), tmp_path, 2)

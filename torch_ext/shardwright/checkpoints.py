@@ -115,23 +115,23 @@ class CheckpointReader(dcp.FileSystemReader):
         """
         if piece.numel() == 0:
             return
-        span = stored.dtype.itemsize
-        at = stored.offset + span * sum(o * s for o, s in zip(offsets, stored.strides))
+        inner_bytes = itemsize = stored.dtype.itemsize
+        at = stored.offset + itemsize * sum(o * s for o, s in zip(offsets, stored.strides))
         # Dims from the widest stride to the narrowest.
         order = sorted(range(piece.ndim), key=lambda dim: -stored.strides[dim])
-        view, cuts = piece.permute(order), [runs[dim] for dim in order]
-        strides = [stored.strides[dim] * span for dim in order]
+        view, ordered_runs = piece.permute(order), [runs[dim] for dim in order]
+        strides = [stored.strides[dim] * itemsize for dim in order]
         if not order:
-            view, cuts, strides = piece.unsqueeze(0), [[(0, 1, 0)]], [span]
-        outer = len(cuts)
+            view, ordered_runs, strides = piece.unsqueeze(0), [[(0, 1, 0)]], [itemsize]
+        outer = len(ordered_runs)
         spans: list[list[_Run]] = []
         groups: list[list[_Run]] = []  # the runs of the first span of each inner dim
         while outer and len(spans) < 2:
             outer -= 1
-            spans = list(_spans(cuts[outer], strides[outer], span, self._max_gap_bytes))
-            span += (spans[0][-1][1] - spans[0][0][0] - 1) * strides[outer]
+            spans = list(_spans(ordered_runs[outer], strides[outer], inner_bytes, self._max_gap_bytes))
+            inner_bytes += (spans[0][-1][1] - spans[0][0][0] - 1) * strides[outer]
             groups = [spans[0], *groups]
-        for position in itertools.product(*map(_positions, cuts[:outer])):
+        for position in itertools.product(*map(_positions, ordered_runs[:outer])):
             target = view[tuple(to for _, to in position)]
             begin = at + sum(index * stride for (index, _), stride in zip(position, strides))
             for group in spans:
@@ -171,7 +171,7 @@ def _targets(planner: LoadPlanner, item: ReadItem) -> Iterator[tuple[Sequence[li
     planner.commit_tensor(item, target)
 
 
-def _spans(runs: Sequence[_Run], stride: int, span: int, max_gap_bytes: int) -> Iterator[list[_Run]]:
+def _spans(runs: Sequence[_Run], stride: int, inner_bytes: int, max_gap_bytes: int) -> Iterator[list[_Run]]:
     """Groups the runs of a dim into spans that are each read with one call. Long runs are split.
 
     Example: with 4 bytes per index and gaps of at most 8 bytes, runs of indices [0, 3), [5, 6) and [20, 22) give the
@@ -181,13 +181,13 @@ def _spans(runs: Sequence[_Run], stride: int, span: int, max_gap_bytes: int) -> 
         stride: bytes between two indices.
         span: bytes to read at each index.
     """
-    max_indices = 1 if stride - span > max_gap_bytes else max(1, _MAX_SPAN_BYTES // max(stride, 1))
+    max_indices = 1 if stride - inner_bytes > max_gap_bytes else max(1, _MAX_SPAN_BYTES // max(stride, 1))
     group: list[_Run] = []
     for begin, end, to in runs:
         while begin < end:
             if group:
                 first, last = group[0][0], group[-1][1]
-                gap = (begin - last + 1) * stride - span
+                gap = (begin - last + 1) * stride - inner_bytes
                 if begin < last or gap > max_gap_bytes or begin - first >= max_indices:
                     yield group
                     group = []
@@ -347,14 +347,14 @@ class _Planner(LoadPlanner):
 
     def _runs(self, item: ReadItem) -> list[torch.Tensor]:
         """Returns for each dim the runs within an item, relative to the item's beginning."""
-        cuts = []
+        clipped = []
         target = item.dest_index
         for dim, runs in enumerate(self._parts[target.fqn, target.index].runs):
             first = target.offset[dim] + item.dest_offsets[dim]
             begins, ends = (runs[:, side].clamp(first, first + item.lengths[dim]) for side in (0, 1))
-            cut = torch.stack((begins - first, ends - first, runs[:, 2] + begins - runs[:, 0]), 1)
-            cuts.append(cut[begins < ends])
-        return cuts
+            inside = torch.stack((begins - first, ends - first, runs[:, 2] + begins - runs[:, 0]), 1)
+            clipped.append(inside[begins < ends])
+        return clipped
 
     def targets(self, item: ReadItem) -> Iterator[tuple[Sequence[list[_Run]], torch.Tensor]]:
         """Yields (runs per dim, view that they fill) for the elements of an item that this rank needs."""

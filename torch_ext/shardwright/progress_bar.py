@@ -7,7 +7,7 @@ import sys
 import time
 from typing import Any
 
-_LEAST_SECONDS = 0.2  # minimum time between two updates of the plain bar
+_MIN_SECONDS = 0.2  # minimum time between two updates of the plain bar
 _WIDTH = 30  # characters of the plain bar
 
 
@@ -46,7 +46,7 @@ class Bar:
         if self._tqdm is not None:
             self._tqdm.set_postfix_str(note, refresh=False)
             self._tqdm.update(done - self._done)
-        elif self._is_shown and (done == self._total or time.monotonic() - self._shown_at > _LEAST_SECONDS):
+        elif self._is_shown and (done == self._total or time.monotonic() - self._shown_at > _MIN_SECONDS):
             filled = _WIDTH * done // max(self._total, 1)
             sys.stderr.write(f"\r{self._what} |{'#' * filled:{_WIDTH}}| {self._amount(done)}  {note[-40:]:40}")
             sys.stderr.flush()

@@ -22,8 +22,8 @@ from . import progress_bar
 
 SOURCES = Path(__file__).with_name("_sources")  # setup.py copies them here
 INFO = "_build_info.py"  # setup.py writes it last, next to the build
-_SECONDS_BETWEEN_LINES = 20.0  # of progress
-_SECONDS_BETWEEN_LOOKS = 0.5  # at the compiled files, for a bar
+_SECONDS_BETWEEN_LINES = 20.0  # lines that report progress, without a terminal
+_SECONDS_BETWEEN_UPDATES = 0.5  # of the bar, on a terminal
 _LAST_LINES = 15  # of the compiler's output in an error
 
 
@@ -101,7 +101,7 @@ def _wait(process: subprocess.Popen[bytes], scratch: Path, num_sources: int) -> 
     with progress_bar.Bar("shardwright: compiling", num_sources, "file") as bar:
         while process.poll() is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_SECONDS_BETWEEN_LOOKS if on_terminal else _SECONDS_BETWEEN_LINES)
+                process.wait(_SECONDS_BETWEEN_UPDATES if on_terminal else _SECONDS_BETWEEN_LINES)
             compiled = sum(1 for _ in scratch.rglob("*.o"))
             bar.show(compiled)
             if not on_terminal:

@@ -111,7 +111,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
     with contextlib.ExitStack() as stack:
         calls = stack.enter_context(running.listening())
         events = stack.enter_context(trace())
-        heard = [stack.enter_context(listen()) for listen in step_listeners]
+        recorded = [stack.enter_context(listen()) for listen in step_listeners]
         function(*args, **kwargs)
     runs = sorted({event.run for event in events})
     by_run = {run: Trace(event for event in events if event.run == run) for run in runs}
@@ -121,7 +121,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
         _explained(call, measured)
         for call, measured in zip(calls, [*of_products, *[Trace()] * len(calls)], strict=False)
     )
-    explained.extend(_explained_step(step, events) for steps in heard for step in steps)
+    explained.extend(_explained_step(step, events) for steps in recorded for step in steps)
     return explained
 
 

@@ -70,14 +70,14 @@ def recorded_destination(
     except Exception as error:  # any error: the other ranks must raise too
         problems.append(f"{type(error).__name__}: {error}")
     regions = {name: write.region for name, write in writes.items()}
-    told: list[tuple[list[str], dict[str, Region], dict[str, str]]] = [([], {}, {})] * len(ranks)
+    gathered: list[tuple[list[str], dict[str, Region], dict[str, str]]] = [([], {}, {})] * len(ranks)
     dtypes = {name: argument_values.dtype_text(write.into.dtype) for name, write in writes.items()}
-    dist.all_gather_object(told, (problems, regions, dtypes), group=group)
-    found = [f"{problem} (on rank {i} of the server)" for i, (some, _, _) in enumerate(told) for problem in some]
+    dist.all_gather_object(gathered, (problems, regions, dtypes), group=group)
+    found = [f"{problem} (on rank {i} of the server)" for i, (some, _, _) in enumerate(gathered) for problem in some]
     layouts: dict[str, _planner.Layout] = {}
     for name, (shape, _) in weights.items() if not found else ():
-        by_rank = {ranks[i]: regions[name] for i, (_, regions, _) in enumerate(told) if name in regions}
-        kinds = {dtypes[name] for _, _, dtypes in told if name in dtypes}
+        by_rank = {ranks[i]: regions[name] for i, (_, regions, _) in enumerate(gathered) if name in regions}
+        kinds = {dtypes[name] for _, _, dtypes in gathered if name in dtypes}
         if not by_rank and not patterns.is_listed(name, unused):
             found.append(f"{name}: the loader writes it on no rank; list it in unused= if that is right")
         elif by_rank:

@@ -72,9 +72,10 @@ class _Recorder(TorchDispatchMode):
 
     def weight(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Returns a weight without memory."""
-        return self._made(_Memory(name, shape, dtype, None))
+        return self._meta_tensor(_Memory(name, shape, dtype, None))
 
-    def _made(self, memory: _Memory) -> torch.Tensor:
+    def _meta_tensor(self, memory: _Memory) -> torch.Tensor:
+        """Returns a contiguous meta tensor whose storage stands for `memory`."""
         made = torch.empty(memory.shape, dtype=memory.dtype, device="meta")
         self._memories[_storage_of(made)] = memory
         self._alive.append(made)
@@ -94,7 +95,7 @@ class _Recorder(TorchDispatchMode):
             return args[0]
         if func in _COPIES:
             dtype = kwargs.get("dtype") or args[0].dtype
-            return self._made(_Memory(found.name, tuple(args[0].shape), dtype, (found, _strides_of(args[0]))))
+            return self._meta_tensor(_Memory(found.name, tuple(args[0].shape), dtype, (found, _strides_of(args[0]))))
         if _is_view(func):
             return func(*args, **kwargs)
         raise ValueError(
@@ -195,7 +196,7 @@ def _box(weight: _Memory, view: _Strided, into: Sequence[int]) -> tuple[list[int
     joined: list[tuple[int, int, int]] = []  # (stride in the weight, size, stride in the destination)
     for stride, size, to in dims:
         if joined and joined[-1][0] == size * stride and joined[-1][2] == size * to:
-            stride, size, to = stride, size * joined.pop()[1], to
+            size *= joined.pop()[1]
         joined.append((stride, size, to))
     begins = _coordinate(weight.shape, view.offset)
     lengths, strides = [1] * len(begins), [1] * len(begins)

@@ -39,5 +39,5 @@ def _moved(layout: _planner.Layout, ranks: Sequence[int]) -> _planner.Layout:
     """Returns the layout on other ranks: rank i becomes ``ranks[i]``."""
     mesh = layout.mesh
     moved = Mesh(dict(zip(mesh.dim_names, mesh.shape)), [ranks[rank] for rank in mesh.ranks])
-    ends: Any = layout.shape, layout.placements, layout.dtype, layout.shard_order, "literal", layout.flattened
-    return Layout(moved, *ends)
+    properties: Any = layout.shape, layout.placements, layout.dtype, layout.shard_order, "literal", layout.flattened
+    return Layout(moved, *properties)

@@ -131,11 +131,11 @@ def _results_of(
     """Moves a batch whose meshes have `ranks`. Returns the results, without gradients."""
     locals_ = [x._local_tensor for x, _, _ in batch]
     if dist.get_rank() in ranks:
-        locals_ = _parts(batch, ranks, tracked, options)
+        locals_ = _move_parts(batch, ranks, tracked, options)
     return [DTensor(local, to, requires_grad=False) for local, (_, _, to) in zip(locals_, batch, strict=True)]  # type: ignore[call-arg]
 
 
-def _parts(
+def _move_parts(
     batch: Sequence[_Item], ranks: tuple[int, ...], tracked: Sequence[int], options: Mapping[str, Any]
 ) -> list[torch.Tensor]:
     """Moves a batch. Returns this rank's local tensors of the results."""
@@ -149,8 +149,8 @@ def _parts(
             masks.apply_masks(local, filter(masks.is_masked, source.placements))
         if dst.has_pending and src != dst:  # a batch has no pending results
             assert local is not None
-            ends = layout_of(masks.without_masks(source)), layout_of(target)
-            results[i] = redistribute_part(local, *ends, source.mesh, False, True)
+            layouts = layout_of(masks.without_masks(source)), layout_of(target)
+            results[i] = redistribute_part(local, *layouts, source.mesh, False, True)
         else:
             parts[i] = (local, src, dst)
     group = None if len(ranks) == dist.get_world_size() else groups.find_or_make(ranks, groups.owner_of(mesh))

@@ -40,35 +40,34 @@ def check(
     for name, mapped in tensors.items():
         if name not in wanted and name not in unknown_wanted and not patterns.is_listed(name, unused):
             problems.append(f"{name}: the map makes it from {_sources(mapped)}, and the destination has no such tensor")
-    for name, there in wanted.items():
+    for name, destination in wanted.items():
         tensor = tensors.get(name)
         if tensor is None:
             if name not in unknown and not patterns.is_listed(name, ignore):
                 problems.append(f"{name}: the destination has it, and no source is mapped to it")
             continue
-        wrong = _differences(name, tensor, there)
+        wrong = _differences(name, tensor, destination)
         problems += wrong
         if not wrong:
             names.append(name)
     return names, problems
 
 
-def _differences(name: str, mapped: Mapped, there: Wanted) -> list[str]:
+def _differences(name: str, mapped: Mapped, destination: Wanted) -> list[str]:
     """Returns a problem for each difference of a mapped tensor from the destination."""
     differences = []
-    if mapped.shape != there.shape:
+    if mapped.shape != destination.shape:
         differences.append(
-            f"{name}: the map makes {mapped.shape} from {_sources(mapped)}, and the destination has shape {there.shape}"
-            f"{_intervals(mapped.shape, there.shape)}"
+            f"{name}: the map makes {mapped.shape} from {_sources(mapped)}, and the destination has shape "
+            f"{destination.shape}{_missing_indices(mapped.shape, destination.shape)}"
         )
-    if mapped.dtype != there.dtype:
+    if mapped.dtype != destination.dtype:
         differences.append(
-            f"{name}: the map makes {mapped.dtype}, and the destination has {there.dtype}. "
-            f"cast('{there.dtype}', '{name}') casts it before it moves"
+            f"{name}: the map makes {mapped.dtype}, and the destination has {destination.dtype}. "
+            f"cast('{destination.dtype}', '{name}') casts it before it moves"
         )
     ndim = len(mapped.shape)
-    covered = coverage(mapped.shape, [piece.box(ndim) for piece in mapped.pieces])
-    missing, repeated = covered
+    missing, repeated = coverage(mapped.shape, [piece.box(ndim) for piece in mapped.pieces])
     for box in missing[:_MAX_SHOWN]:
         differences.append(f"{name}: no source gives {box_text(box)} of {mapped.shape}")
     for box, indices in repeated[:_MAX_SHOWN]:
@@ -80,12 +79,12 @@ def _differences(name: str, mapped: Mapped, there: Wanted) -> list[str]:
     return differences
 
 
-def _intervals(sizes: tuple[int, ...], there: tuple[int, ...]) -> str:
+def _missing_indices(sizes: tuple[int, ...], destination: tuple[int, ...]) -> str:
     """Returns a text with the indices that one of two shapes lacks; empty if they differ in the number of dims."""
-    if len(sizes) != len(there):
+    if len(sizes) != len(destination):
         return ""
     texts = []
-    for dim, (have, want) in enumerate(zip(sizes, there)):
+    for dim, (have, want) in enumerate(zip(sizes, destination)):
         if have != want:
             what = "has no source" if have < want else "is not in the destination"
             texts.append(f"[{min(have, want)}:{max(have, want)}] of dim {dim} {what}")

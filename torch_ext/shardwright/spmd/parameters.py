@@ -18,7 +18,7 @@ GRADIENT = "_shardwright_gradient"
 
 
 def as_dtensor(
-    name: str, parameter: nn.Parameter, mesh: DeviceMesh | None, own: Collection[int | None]
+    name: str, parameter: nn.Parameter, mesh: DeviceMesh | None, model_dims: Collection[int | None]
 ) -> nn.Parameter:
     """Returns a parameter as a DTensor on `mesh` if it is a plain tensor with types of spmd_types, else unchanged.
 
@@ -45,9 +45,9 @@ def as_dtensor(
     placements, gradient = [], []
     for dim in range(mesh.ndim):
         axis = spmd.MeshAxis.of(mesh.get_group(dim))
-        if dim in own and axis not in types:
+        if dim in model_dims and axis not in types:
             raise argument_error(name, f"typed on mesh dim {dim} of {mesh}", f"types on {sorted(map(str, types))}")
-        of_dim = types.pop(axis) if dim in own else spmd.R
+        of_dim = types.pop(axis) if dim in model_dims else spmd.R
         placements.append(spmd.spmd_type_to_dtensor_placement(of_dim))
         gradient.append(spmd.spmd_type_to_dtensor_placement(of_dim.backward_type()))
     if wrong := {axis: each for axis, each in types.items() if each is not spmd.R}:

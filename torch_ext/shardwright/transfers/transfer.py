@@ -320,7 +320,7 @@ class Transfer:
 
     def _start_changed(self, changes: Changes, notes: list[Note], tensors: list[torch.Tensor]) -> tuple[_Run, Report]:
         """Starts to send what changed, or everything, to `tensors`. `notes` are those of all ranks about changes."""
-        reason = changes.decide(notes)
+        reason = changes.why_everything(notes)
         if reason:
             counters.counts.full_starts += 1
             return self._batch.start(tensors), changes.report(reason, None)
@@ -367,7 +367,7 @@ class Transfer:
         problems += read_or_report(lambda: self._setup.tensors.reread(own), problems, rank, [])
         note, changes = None, self._changes
         if changes is not None and not problems:
-            note = read_or_report(lambda: changes.look(self._source, self._destination(), everything), problems, rank)
+            note = read_or_report(lambda: changes.scan(self._source, self._destination(), everything), problems, rank)
         return self._setup.starts.agree(problems, note)
 
     def _increment_versions(self, indices: range) -> None:

@@ -91,8 +91,8 @@ class Changes:
         return sum(kept.nbytes for kept in self._kept.values())
 
     @torch.inference_mode()
-    def look(self, source: ReadTensor, destinations: Sequence[torch.Tensor], everything: bool) -> Note:
-        """Compares the sources with those that were sent last, and keeps them in their place. Returns the results.
+    def scan(self, source: ReadTensor, destinations: Sequence[torch.Tensor], everything: bool) -> Note:
+        """Compares the sources with what was sent last, and keeps their current state. Returns this rank's note.
 
         Until `note_written`, the next start must send everything.
         """
@@ -114,7 +114,7 @@ class Changes:
         counts = [(rank, message.num_changed, message.index_bytes) for rank, message in self._outgoing.items()]
         return Note(reason, counts, sum(message.full_bytes for message in self._outgoing.values()))
 
-    def decide(self, notes: Sequence[Note]) -> str:
+    def why_everything(self, notes: Sequence[Note]) -> str:
         """Returns why everything must be sent, by the notes of all ranks of the group; empty if changes are enough."""
         reasons = [f"{note.reason} (rank {rank} of the group)" for rank, note in enumerate(notes) if note.reason]
         if reasons:
@@ -218,7 +218,7 @@ def check_changes(ends: Ends, block_bytes: int, staging: str | None) -> None:
     for side in (ends.sources, ends.destinations):
         for layout in side:
             if layout.has_pending or layout.flattened != 1:
-                allowed = "layouts without pending reductions and flattened dims"
+                allowed = "layouts without pending reductions or flattened dims"
                 raise argument_error("only_changed", f"False, or the transfer must have only {allowed}", str(layout))
             itemsize = getattr(torch, layout.dtype).itemsize
             if itemsize > block_bytes:

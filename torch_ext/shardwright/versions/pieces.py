@@ -167,7 +167,7 @@ def _common(held: Intervals, wanted: Intervals, axis: Axis) -> tuple[Index, Inde
     """
     _, _, src_begin, dst_begin, length = axis
     place = torch.full((length,), -1)  # by index on the axis: the local index in the source
-    _each(held, src_begin, length, lambda axis_slice, local: place[axis_slice].copy_(local))
+    _for_overlaps(held, src_begin, length, lambda axis_slice, local: place[axis_slice].copy_(local))
     sources, destinations = [], []
 
     def collect(axis_slice: slice, local: torch.Tensor) -> None:
@@ -175,15 +175,15 @@ def _common(held: Intervals, wanted: Intervals, axis: Axis) -> tuple[Index, Inde
         sources.append(here[here >= 0])
         destinations.append(local[here >= 0])
 
-    _each(wanted, dst_begin, length, collect)
+    _for_overlaps(wanted, dst_begin, length, collect)
     taken = torch.cat(sources) if sources else place[:0]
     if not len(taken):
         return None
     return _index(taken), _index(torch.cat(destinations)), len(taken)
 
 
-def _each(intervals: Intervals, begin: int, length: int, use: Callable[[slice, torch.Tensor], object]) -> None:
-    """Calls `use` with the range on an axis and the local indices of each interval that has some of the axis."""
+def _for_overlaps(intervals: Intervals, begin: int, length: int, use: Callable[[slice, torch.Tensor], object]) -> None:
+    """Calls `use` for each interval that overlaps an axis: with the range of the axis, and the local indices."""
     local = 0
     for first, last in intervals:
         low, high = max(first, begin), min(last, begin + length)
