@@ -12,7 +12,7 @@ import pytest
 import shardwright as sw
 from shardwright.cli import main as cli
 from shardwright.pages import plan_page
-from shardwright.pages.plan_figures import classes_of, figures_of, ranks_of
+from shardwright.pages.step_costs import classes_of, costs_of, ranks_of
 from shardwright.planning import Link
 
 pytestmark = pytest.mark.any_torch
@@ -67,15 +67,15 @@ def test_page_is_one_file_that_runs_and_loads_nothing(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in PLANS if name not in ("segments", "large")])
 def test_bytes_of_steps_add_up_to_those_of_the_plan(name: str) -> None:
     plan = PLANS[name]()
-    figures, ranks = figures_of(plan), ranks_of(plan)
-    assert [entry.step.op for entry in figures] == [step.op for step in plan.steps]
+    costs, ranks = costs_of(plan), ranks_of(plan)
+    assert [entry.step.op for entry in costs] == [step.op for step in plan.steps]
     for index, rank in enumerate(ranks):
-        assert sum(entry.received_by_rank[index] for entry in figures) == plan.wire_bytes(rank), rank
-    for entry in figures:
+        assert sum(entry.received_by_rank[index] for entry in costs) == plan.wire_bytes(rank), rank
+    for entry in costs:
         assert max(entry.received_by_rank) == entry.step.wire_bytes_max
         assert entry.bytes_inside + entry.bytes_between == max(entry.step.wire_bytes_max, entry.step.send_bytes_max)
-    classes = classes_of(ranks, figures)
-    assert sorted(rank for members in classes.values() for rank in members) == (ranks if figures else [])
+    classes = classes_of(ranks, costs)
+    assert sorted(rank for members in classes.values() for rank in members) == (ranks if costs else [])
 
 
 @pytest.mark.parametrize(
@@ -85,9 +85,9 @@ def test_bytes_within_and_between_nodes(ranks: list[int], inside: int, between: 
     """A gather of 1,024 bytes on nodes of two ranks: its group is on one node or on two."""
     mesh = sw.Mesh({"a": len(ranks)}, ranks)
     ends = [sw.Layout(mesh, (256,), [placement]) for placement in ("S(0)", "R")]
-    figures = figures_of(sw.plan(*ends, topology=NODES_OF_TWO))
-    assert sum(entry.bytes_inside for entry in figures) == inside
-    assert sum(entry.bytes_between for entry in figures) == between
+    costs = costs_of(sw.plan(*ends, topology=NODES_OF_TWO))
+    assert sum(entry.bytes_inside for entry in costs) == inside
+    assert sum(entry.bytes_between for entry in costs) == between
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_crossing_that_prefers_its_own_node(source: list[str], inside: int, betw
     topology = sw.Topology("test", 4, 1000, 10, Link(1000, 100), Link(5000, 4000))
     src = sw.Layout(sw.Mesh({"n": 2, "a": 2}, [0, 1, 4, 5]), (1 << 10, 64), source)
     dst = sw.Layout(sw.Mesh({"m": 2, "b": 2}, [2, 3, 6, 7]), (1 << 10, 64), ["S(1)", "R"])
-    entry = figures_of(sw.plan(src, dst, topology=topology))[0]
+    entry = costs_of(sw.plan(src, dst, topology=topology))[0]
     assert (entry.step.op, entry.step.replica_policy) == ("cross", "node_local")
     assert (entry.bytes_inside, entry.bytes_between) == (inside, between)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from .._planner import Plan
 from . import markup
 from .markup import bytes_text, escape, time_text
-from .plan_figures import StepFigures, classes_of, figures_of, ranks_of
+from .step_costs import StepCosts, classes_of, costs_of, ranks_of
 
 _MAX_ROWS = 16  # classes of ranks in the timeline
 _MAX_RANGES = 3  # of ranks in the label of a class
@@ -30,15 +30,15 @@ def plan_page(plan: Plan) -> str:
     The page is a single file that loads nothing and runs no code. It fits the width of a phone, and is well-formed XML.
     """
     ends = f"{_placements(plan.src.placements)} → {_placements(plan.dst.placements)}"
-    figures = figures_of(plan)
+    step_costs = costs_of(plan)
     return markup.document(
         f"{plan.src.dtype}{list(plan.src.shape)}: {ends}",
         [
             *_headline(plan, ends),
-            *_steps(plan, figures),
-            *_timeline(plan, figures),
-            *_step_table(figures),
-            *_links(plan, figures),
+            *_steps(plan, step_costs),
+            *_timeline(plan, step_costs),
+            *_step_table(step_costs),
+            *_links(plan, step_costs),
             *_certificate(plan),
             '<h2>Picture</h2>\n<p class="soft">Each box is the whole tensor.</p>',
             f'<div class="wide picture" tabindex="0" role="region" aria-label="picture">{plan.to_svg()}</div>',
@@ -77,28 +77,28 @@ def _cost(name: str, value: int) -> str:
     return bytes_text(value) if "bytes" in name else f"{value:,}"
 
 
-def _steps(plan: Plan, figures: Sequence[StepFigures]) -> Iterator[str]:
+def _steps(plan: Plan, step_costs: Sequence[StepCosts]) -> Iterator[str]:
     """Yields a bar with a part for each step, as wide as its predicted time, and the list of steps."""
     yield "<h2>Steps</h2>"
-    if not figures:
+    if not step_costs:
         yield "<p>Nothing moves: every rank already holds its part.</p>"
         return
-    total = sum(entry.predicted_us for entry in figures)
-    shares = [entry.predicted_us / total if total else 1 / len(figures) for entry in figures]
+    total = sum(entry.predicted_us for entry in step_costs)
+    shares = [entry.predicted_us / total if total else 1 / len(step_costs) for entry in step_costs]
     if plan.segments > 1:
         yield (
             f"<p>The tensor passes through the steps in {plan.segments} segments, as in a pipeline: the steps overlap. "
             f"One after the other they would take {time_text(total)}.</p>"
         )
     yield '<div class="bar" role="img" aria-label="predicted time of each step; the list below has the numbers">'
-    for index, (entry, share) in enumerate(zip(figures, shares, strict=True)):
+    for index, (entry, share) in enumerate(zip(step_costs, shares, strict=True)):
         number = str(index + 1) if share > 0.04 else ""
         yield (
             f'<div style="flex: {share:.5f} 1 0; background: {markup.color(index)}" '
             f'title="{index + 1}. {escape(entry.name)}: {time_text(entry.predicted_us)}">{number}</div>'
         )
     yield '</div>\n<ol class="steps">'
-    for index, (entry, share) in enumerate(zip(figures, shares, strict=True)):
+    for index, (entry, share) in enumerate(zip(step_costs, shares, strict=True)):
         yield (
             f'<li><span class="key" style="background: {markup.color(index)}">{index + 1}</span>'
             f"<span>{escape(entry.name)}</span><span>{time_text(entry.predicted_us)}, {share:.0%}</span>"
@@ -107,29 +107,29 @@ def _steps(plan: Plan, figures: Sequence[StepFigures]) -> Iterator[str]:
     yield "</ol>"
 
 
-def _timeline(plan: Plan, figures: Sequence[StepFigures]) -> Iterator[str]:
+def _timeline(plan: Plan, step_costs: Sequence[StepCosts]) -> Iterator[str]:
     """Yields a row for each class of ranks that receive the same bytes, or, if steps overlap, for each step."""
-    if not figures:
+    if not step_costs:
         return
     yield "<h2>Timeline</h2>"
     if plan.segments > 1:
-        stages = plan.segments + len(figures) - 1
+        stages = plan.segments + len(step_costs) - 1
         yield f'<p class="soft">In {stages} pipeline stages, drawn equally long.</p>'
-        spans = [(index / stages, plan.segments / stages) for index in range(len(figures))]
+        spans = [(index / stages, plan.segments / stages) for index in range(len(step_costs))]
         rows = [(f"step {i + 1}", [(i, *span, 1.0)]) for i, span in enumerate(spans)]
     else:
         yield (
             '<p class="soft">A frame is the time of a step. It is filled by the bytes that a rank receives, compared '
             "with the rank that receives most. Local steps are filled.</p>"
         )
-        rows = _rows_of_classes(plan, figures)
+        rows = _rows_of_classes(plan, step_costs)
     yield '<div class="lanes" role="img" aria-label="timeline; the tables below have the numbers">'
     for label, lane in rows[:_MAX_ROWS]:
         yield f'<span class="soft">{label}</span><div class="lane">'
         for index, begin, width, filled in lane:
             yield (
                 f'<div class="span" style="left: {begin:.3%}; width: {width:.3%}; color: {markup.color(index)}" '
-                f'title="{index + 1}. {escape(figures[index].name)}">'
+                f'title="{index + 1}. {escape(step_costs[index].name)}">'
                 f'<div class="fill" style="width: {filled:.1%}"></div></div>'
             )
         yield "</div>"
@@ -139,17 +139,17 @@ def _timeline(plan: Plan, figures: Sequence[StepFigures]) -> Iterator[str]:
 
 
 def _rows_of_classes(
-    plan: Plan, figures: Sequence[StepFigures]
+    plan: Plan, step_costs: Sequence[StepCosts]
 ) -> list[tuple[str, list[tuple[int, float, float, float]]]]:
     """Returns a label, and (step, begin, width, filled share) of each step, all as fractions, for each class."""
-    total = sum(entry.predicted_us for entry in figures) or 1.0
-    worst = [entry.step.wire_bytes_max for entry in figures]
-    classes = classes_of(ranks_of(plan), figures)
+    total = sum(entry.predicted_us for entry in step_costs) or 1.0
+    worst = [entry.step.wire_bytes_max for entry in step_costs]
+    classes = classes_of(ranks_of(plan), step_costs)
     labels = {received: _ranks_text(ranks) for received, ranks in classes.items()} or {tuple(worst): "worst rank"}
     rows = []
     for received, label in labels.items():
         lane, begin = [], 0.0
-        for index, entry in enumerate(figures):
+        for index, entry in enumerate(step_costs):
             filled = 1.0 if entry.is_local else min(received[index] / max(worst[index], 1), 1.0)
             lane.append((index, begin / total, entry.predicted_us / total, filled))
             begin += entry.predicted_us
@@ -170,14 +170,14 @@ def _ranks_text(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
 
 
-def _step_table(figures: Sequence[StepFigures]) -> Iterator[str]:
+def _step_table(step_costs: Sequence[StepCosts]) -> Iterator[str]:
     """Yields the table of steps. Bytes and messages are those of the worst rank."""
-    if not figures:
+    if not step_costs:
         return
     yield '<h2>Costs of the steps</h2>\n<p class="soft">Of the rank with the highest number in each column.</p>'
     heads = ["step", "time", "received", "sent", "messages", "sent messages", "rounds", "memory"]
     rows = []
-    for number, entry in enumerate(figures, 1):
+    for number, entry in enumerate(step_costs, 1):
         step = entry.step
         amounts = [bytes_text(step.wire_bytes_max), bytes_text(step.send_bytes_max)]
         counts = [f"{count:,}" for count in (step.messages_max, step.sent_messages_max, step.rounds)]
@@ -187,18 +187,18 @@ def _step_table(figures: Sequence[StepFigures]) -> Iterator[str]:
     yield '<p class="soft">Memory: the result and temporaries of the step, without its input.</p>'
 
 
-def _links(plan: Plan, figures: Sequence[StepFigures]) -> Iterator[str]:
+def _links(plan: Plan, step_costs: Sequence[StepCosts]) -> Iterator[str]:
     """Yields the bytes of each step over links within nodes and between nodes, and the rates of these links."""
     topology = json.loads(plan.to_json())["topology"]
     size = topology["ranks_per_node"]
     nodes = f"nodes of {size} ranks" if size else "one node"
     yield f'<h2>Links within and between nodes</h2>\n<p class="soft">Topology {escape(topology["name"])}, {nodes}.</p>'
     rows = []
-    for number, entry in enumerate(figures, 1):
+    for number, entry in enumerate(step_costs, 1):
         if not entry.is_local:
             amounts = entry.bytes_inside, entry.bytes_between
             rows.append([f"{number}. {escape(entry.name)}", *(bytes_text(n) if n else "–" for n in amounts)])
-    sums = (sum(e.bytes_inside for e in figures), sum(e.bytes_between for e in figures))
+    sums = (sum(e.bytes_inside for e in step_costs), sum(e.bytes_between for e in step_costs))
     rows.append(["all steps", *map(bytes_text, sums)])
     rows.append(["rate", *(_rate(topology[name]["ps_per_kib"]) for name in ("inside", "between"))])
     latencies = [time_text(topology[name]["message_ps"] / 1e6) for name in ("inside", "between")]

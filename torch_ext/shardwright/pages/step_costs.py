@@ -9,15 +9,16 @@ from typing import Any, NamedTuple
 from .._native import _planner
 from .._planner import Plan, Step
 
-MAX_RANKS_BY_CLASS = 4096  # on larger meshes, ranks are not told apart
+MAX_RANKS_BY_CLASS = 4096  # on larger meshes, all ranks are one class
 
-# Times under these topologies are bytes. In the second, a byte between nodes counts _BETWEEN times.
+# Under these topologies, the predicted picoseconds of a step are its bytes. The first counts only bytes between nodes,
+# the second counts them _BETWEEN times.
 _BETWEEN = 1 << 12
 _BETWEEN_ONLY = (_planner.Link(0, 0), _planner.Link(0, 1024))
 _BOTH = (_planner.Link(0, 1024), _planner.Link(0, 1024 * _BETWEEN))
 
 
-class StepFigures(NamedTuple):
+class StepCosts(NamedTuple):
     """Costs of one step.
 
     Attributes:
@@ -51,7 +52,7 @@ def ranks_of(plan: Plan) -> list[int]:
     return sorted({*plan.src.mesh.ranks, *plan.dst.mesh.ranks})
 
 
-def figures_of(plan: Plan) -> list[StepFigures]:
+def costs_of(plan: Plan) -> list[StepCosts]:
     """Returns the costs of each step of the plan."""
     table = json.loads(plan.to_json())
     lines = [line.strip() for line in str(plan).splitlines()[1:]]
@@ -63,7 +64,7 @@ def figures_of(plan: Plan) -> list[StepFigures]:
         alone = [_alone(plan, table, step, entry, links) for links in (_BETWEEN_ONLY, _BOTH)]
         inside, between = _by_link(step, *(round(p.steps[0].predicted_us * 1e6) for p in alone))
         found.append(
-            StepFigures(
+            StepCosts(
                 step=step,
                 name=name,
                 layouts=rest.partition(", receives ")[0].removesuffix(", local"),
@@ -77,11 +78,11 @@ def figures_of(plan: Plan) -> list[StepFigures]:
     return found
 
 
-def classes_of(ranks: Sequence[int], figures: Sequence[StepFigures]) -> dict[tuple[int, ...], list[int]]:
-    """Returns {bytes received in each step: ranks}, by the first rank of each class. Empty on very large meshes."""
+def classes_of(ranks: Sequence[int], costs: Sequence[StepCosts]) -> dict[tuple[int, ...], list[int]]:
+    """Returns {bytes received in each step: ranks}, in the order of first ranks. Empty on very large meshes."""
     classes: dict[tuple[int, ...], list[int]] = {}
-    if figures and figures[0].received_by_rank:
-        for rank, *received in zip(ranks, *(entry.received_by_rank for entry in figures), strict=True):
+    if costs and costs[0].received_by_rank:
+        for rank, *received in zip(ranks, *(entry.received_by_rank for entry in costs), strict=True):
             classes.setdefault(tuple(received), []).append(rank)
     return classes
 
@@ -89,7 +90,8 @@ def classes_of(ranks: Sequence[int], figures: Sequence[StepFigures]) -> dict[tup
 def _by_link(step: Step, between: int, both: int) -> tuple[int, int]:
     """Returns bytes within nodes and between nodes, from the step's times under the two topologies.
 
-    A step that uses one kind of link has its exact bytes; times of uneven parts come from the corners of the mesh.
+    For a step that uses one kind of link, the exact bytes of the worst rank are returned: predicted times of uneven
+    parts may consider only ranks at the corners of the mesh.
     """
     inside = both - between * _BETWEEN
     if inside and between:
@@ -101,7 +103,7 @@ def _by_link(step: Step, between: int, both: int) -> tuple[int, int]:
 def _alone(
     plan: Plan, table: dict[str, Any], step: Step, entry: dict[str, Any], links: tuple[_planner.Link, _planner.Link]
 ) -> Plan:
-    """Returns the plan of one step, with a topology whose only costs are those of bytes over these links."""
+    """Returns the plan of one step, with a topology in which only bytes take time, at the rates of these links."""
     topology = _planner.Topology("bytes", table["topology"]["ranks_per_node"], 0, 0, *links)
     how = step.replica_policy, step.rounds, step.ordered, entry.get("ranks_per_node", 0)
     moves = [(step.op, step.mesh_dims, step.before, step.after, *how)]
