@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor
 from .._native import _planner
 from ..layouts import tables
 from ..layouts.layout import Layout
-from ..matmul.running import Call, Where, bind
+from ..matmul.running import Call, ProductRanks, bind
 from ..runtime import checking, executables
 from ..runtime.agreement import MeshWords, Statement
 from .layouts import has_arithmetic
@@ -73,7 +73,7 @@ class ChunkedProduct:
     """
 
     def __init__(self, mesh: DeviceMesh, device_type: str, make: Callable[[int, bool], _planner.Matmul]) -> None:
-        self._where = Where(device_type, device_mesh=mesh)  # the ranks that run it
+        self._where = ProductRanks(device_type, device_mesh=mesh)  # the ranks that run it
         self._make = make
         matmul = make(1, False)  # for one row; transfers are the same for any number of rows
         ranks = matmul.num_partners  # number of ranks that exchange chunks

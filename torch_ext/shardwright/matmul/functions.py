@@ -74,9 +74,9 @@ def linear(
         ValueError: an argument is invalid, or a `method`, `chunks` or `depth` is not possible; names the argument.
         torch.distributed.DistBackendError: a transfer failed or timed out.
     """
-    how = {"placements": placements, "method": method, "chunks": chunks, "depth": depth, "save": save}
-    scales = [x_scale, weight_scale]
-    y: DTensor = multiply("linear", x, [weight], [bias], scales, gemm_model=gemm_model, out_dtype=out_dtype, **how)[0]
+    options: dict[str, Any] = {"placements": placements, "method": method, "chunks": chunks, "depth": depth}
+    options |= {"save": save, "gemm_model": gemm_model, "out_dtype": out_dtype}
+    y: DTensor = multiply("linear", x, [weight], [bias], [x_scale, weight_scale], **options)[0]
     return y
 
 
@@ -128,10 +128,10 @@ def all_gather_matmul(
     """
     by_weight = _listed(weights)
     added = [None] * len(by_weight) if biases is None else _listed(biases)
-    how = {"method": method, "chunks": chunks, "depth": depth, "save": save, "gemm_model": gemm_model}
+    options = {"method": method, "chunks": chunks, "depth": depth, "save": save, "gemm_model": gemm_model}
     sizes = {"dim": gather_dim, "size": size, "columns": columns, "out_dtype": out_dtype}
     scales = [x_scale, *_listed(weight_scales)]
-    results = multiply("gather", x, by_weight, added, scales, placements=placements, group=group, **sizes, **how)
+    results = multiply("gather", x, by_weight, added, scales, placements=placements, group=group, **sizes, **options)
     return results[0] if isinstance(weights, torch.Tensor) else results
 
 
@@ -175,9 +175,9 @@ def matmul_reduce_scatter(
     Raises:
         ValueError: an argument is invalid; names the argument.
     """
-    how = {"method": method, "chunks": chunks, "depth": depth, "gemm_model": gemm_model, "out_dtype": out_dtype}
+    options = {"method": method, "chunks": chunks, "depth": depth, "gemm_model": gemm_model, "out_dtype": out_dtype}
     where = {"dim": scatter_dim, "size": size, "placements": placements, "group": group}
-    return multiply("sum", x, [weight], [bias], [x_scale, weight_scale], **where, **how)[0]
+    return multiply("sum", x, [weight], [bias], [x_scale, weight_scale], **where, **options)[0]
 
 
 def matmul_all_reduce(
@@ -196,8 +196,8 @@ def matmul_all_reduce(
     out_dtype: torch.dtype | None = None,
 ) -> Any:
     """`matmul_reduce_scatter` with the full result on every rank."""
-    how = {"method": method, "chunks": chunks, "depth": depth, "gemm_model": gemm_model, "out_dtype": out_dtype}
-    return multiply("sum", x, [weight], [bias], [x_scale, weight_scale], size=size, group=group, **how)[0]
+    options = {"method": method, "chunks": chunks, "depth": depth, "gemm_model": gemm_model, "out_dtype": out_dtype}
+    return multiply("sum", x, [weight], [bias], [x_scale, weight_scale], size=size, group=group, **options)[0]
 
 
 def _listed(value: Any) -> list[Any]:

@@ -24,7 +24,7 @@ from ..graph import order
 from ..graph.fakes import constant, meta_of, on_fakes, uncompiled
 from ..runtime import executables, groups
 from . import tensors
-from .running import Product, Where
+from .running import Product, ProductRanks
 from .tensors import Planned, autocast, find_planned, gradient_placements, product_key
 
 # A product's text, the name of its process group or names of its mesh's groups, and the rank, because shapes differ
@@ -33,18 +33,18 @@ _Name = tuple[str, str, int]
 _MESH_PREFIX = "[["  # beginning of the second text if it has the names of a mesh's groups, as JSON
 _products: executables.PlanningCache[Product] = executables.PlanningCache(is_local=True)
 # The mesh or process group of each traced product.
-_groups_by_name: dict[_Name, Where] = {}
+_groups_by_name: dict[_Name, ProductRanks] = {}
 groups.default_group_gone_hooks.append(_groups_by_name.clear)
 
 
 def _register_product(product: Product) -> _Name:
     """Returns the name of a product, and stores the product's mesh or group under it for `_parse_product`."""
-    mesh, group = product.where.device_mesh, product.where.group or dist.group.WORLD
+    mesh, group = product.ranks.device_mesh, product.ranks.group or dist.group.WORLD
     assert group is not None
     owner = groups.owner_of(mesh)
     mesh_groups = json.dumps([owner.names, owner.flattened])
     name = product.plan.to_text(), mesh_groups if owner.grid is not None else group.group_name, product.rank
-    executables.put_bounded(_groups_by_name, name, product.where, executables.MAX_EXECUTABLES)
+    executables.put_bounded(_groups_by_name, name, product.ranks, executables.MAX_EXECUTABLES)
     return name
 
 
@@ -55,15 +55,16 @@ def _product_of_name(name: _Name, x: torch.Tensor) -> Product:
 
 def _parse_product(name: _Name, device_type: str) -> Product:
     """Returns a new product with this name: its plan is parsed, and its groups are found by their names."""
-    where, plan = _groups_by_name.get(name), _planner.ProductPlan.parse(name[0])
-    if where is None:
+    ranks, plan = _groups_by_name.get(name), _planner.ProductPlan.parse(name[0])
+    if ranks is None:
         groups.check_initialized()
         if name[1].startswith(_MESH_PREFIX):
             names, flattened = map(tuple, json.loads(name[1]))
-            return Product(plan, Where(device_type, device_mesh=groups.Owner(names, flattened, plan.operand.mesh)))
+            owner = groups.Owner(names, flattened, plan.operand.mesh)
+            return Product(plan, ProductRanks(device_type, device_mesh=owner))
         group = _resolve_process_group(name[1])
-        where = Where(device_type, groups.weakly(None if group is dist.group.WORLD else group))
-    return Product(plan, where)
+        ranks = ProductRanks(device_type, groups.weakly(None if group is dist.group.WORLD else group))
+    return Product(plan, ranks)
 
 
 # ---- the operators

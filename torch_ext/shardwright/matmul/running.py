@@ -22,7 +22,7 @@ from ..graph import operators as operators
 from ..runtime import checking, counters, executables, groups, watching
 
 
-class Where(NamedTuple):
+class ProductRanks(NamedTuple):
     """The ranks that compute a product, and their device type: the ranks of a process group or of a DTensor's mesh."""
 
     device_type: str
@@ -98,8 +98,8 @@ class Flow:
     made.
     """
 
-    def __init__(self, flow: _planner.ProductDataflow, plan: _planner.ProductPlan, where: Where) -> None:
-        self._plan, self._where = plan, where
+    def __init__(self, flow: _planner.ProductDataflow, plan: _planner.ProductPlan, ranks: ProductRanks) -> None:
+        self._plan, self._ranks = plan, ranks
         self.inputs, self._outputs = flow.layouts[: flow.num_inputs], flow.outputs
         self._nodes = [(self._bind_node(node), node.inputs, node.outputs, node.released) for node in flow.nodes]
 
@@ -113,29 +113,29 @@ class Flow:
 
     def _bind_node(self, node: _planner.ProductNode) -> Run:
         """Returns a function that runs a node. Makes missing process groups."""
-        where = self._where
+        ranks = self._ranks
         if node.matmul is not None and node.schedule is not None:
             model = self._plan.gemm_model(node.matmul.plan.src.dtype)
             if self._plan.chooses_schedules and node.matmul.communicates:
-                executables.log_default_model(model, where.device_type)
-            return bind(node.matmul.to_text(node.schedule), model, where)
+                executables.log_default_model(model, ranks.device_type)
+            return bind(node.matmul.to_text(node.schedule), model, ranks)
         if node.plan is not None:
             executables.log_default_topology(node.plan)
-            executable = executables.bind(node.plan, device_mesh=where.device_mesh, group=where.group)
+            executable = executables.bind(node.plan, device_mesh=ranks.device_mesh, group=ranks.group)
             return lambda inputs: [executables.run(executable, inputs[0], async_op=False)]
         if node.kind == "sum":
             return lambda inputs: [inputs[0].sum_to_size(inputs[0].shape[-1:])]
-        if node.kind == "add" or node.adds_bias(self._plan, where.rank):
+        if node.kind == "add" or node.adds_bias(self._plan, ranks.rank):
             return lambda inputs: [inputs[0] + inputs[1]]
         return lambda inputs: inputs[:1]  # another rank adds the bias to pending sums
 
 
-def bind(program: str, model: GemmModel, where: Where) -> Call:
+def bind(program: str, model: GemmModel, ranks: ProductRanks) -> Call:
     """Returns a program of products, bound to its process groups. Collective where a group must be made."""
-    names = executables.operator_group_names(program, where.rank, device_mesh=where.device_mesh, group=where.group)
-    executable = _runtime.executable(program, names, where.rank)
-    checking.note_group(executable, where.group)
-    return Call(program, tuple(names), where.rank, model, executable)
+    names = executables.operator_group_names(program, ranks.rank, device_mesh=ranks.device_mesh, group=ranks.group)
+    executable = _runtime.executable(program, names, ranks.rank)
+    checking.note_group(executable, ranks.group)
+    return Call(program, tuple(names), ranks.rank, model, executable)
 
 
 # Maximum number of cached backwards per product. They differ in the requested gradients and in layouts.
@@ -145,8 +145,8 @@ _MAX_BACKWARDS = 64
 class Product:
     """A product plan whose forward and backwards are bound to process groups on first use."""
 
-    def __init__(self, plan: _planner.ProductPlan, where: Where) -> None:
-        self.plan, self.where, self.rank = plan, where, where.rank
+    def __init__(self, plan: _planner.ProductPlan, ranks: ProductRanks) -> None:
+        self.plan, self.ranks, self.rank = plan, ranks, ranks.rank
         self.keeps_gathered = plan.keeps_gathered
         self.has_bias = [bias is not None for bias in plan.biases]
         self.num_weights = len(plan.axes)
@@ -161,7 +161,7 @@ class Product:
         `inputs` are this rank's parts of operand, weights and biases; `scales` are this rank's parts, of any shape.
         """
         if self._forward is None:
-            self._forward = Flow(self.plan.forward, self.plan, self.where)
+            self._forward = Flow(self.plan.forward, self.plan, self.ranks)
         layouts = self._forward.inputs[len(inputs) :]
         parts = [self._scale_part(scale, layout) for scale, layout in zip(scales, layouts, strict=True)]
         return self._forward([*inputs, *parts])  # type: ignore[return-value]
@@ -183,7 +183,7 @@ class Product:
         key = (*layouts, *needs)
         flow = self._backwards.get(key)
         if flow is None:
-            flow = Flow(self.plan.backward(layouts, needs), self.plan, self.where)
+            flow = Flow(self.plan.backward(layouts, needs), self.plan, self.ranks)
             executables.put_bounded(self._backwards, key, flow, _MAX_BACKWARDS)
         pairs = zip(dys, flow.inputs[1 + self.num_weights :])
         return flow([x, *weights, *(self.empty(x, layout).zero_() if dy is None else dy for dy, layout in pairs)])

@@ -17,14 +17,14 @@ from ..dtensor.specs import layout_of, placement_of, row_major_spec
 from ..layouts.argument_values import placement_texts
 from ..layouts.topology import tables_now
 from ..runtime import checking, counters, executables, groups, plan_log
-from .running import Product, Where
+from .running import Product, ProductRanks
 
 
 class ProductKey(NamedTuple):
     """The arguments of a product except its tensors, hashable."""
 
     function: str  # "linear", "gather" or "sum"
-    where: Where
+    ranks: ProductRanks
     placements: tuple[Placement, ...] | None
     with_gathered: bool  # True to return the gathered `x` after the results, if it was gathered
     options: tuple[tuple[str, Any], ...]  # options of `_planner.plan_product`
@@ -41,12 +41,12 @@ def product_key(
     """Returns the arguments in a hashable form. Raises RuntimeError if torch.distributed is not initialized."""
     groups.check_initialized()
     if placements is not None:  # with dims that count from the front
-        rank = max(x.ndim, 1)
-        placements = tuple(Shard(p.dim % rank) if type(p) is Shard and p.dim < 0 else p for p in placements)
+        ndim = max(x.ndim, 1)
+        placements = tuple(Shard(p.dim % ndim) if type(p) is Shard and p.dim < 0 else p for p in placements)
     mesh = x.device_mesh if isinstance(x, DTensor) else None
-    where = Where(x.device.type, groups.weakly(group), mesh, None if mesh is None else groups.key_of_mesh(mesh))
+    ranks = ProductRanks(x.device.type, groups.weakly(group), mesh, None if mesh is None else groups.key_of_mesh(mesh))
     hashable = tuple((name, _hashable(option)) for name, option in options.items())
-    return ProductKey(function, where, placements, with_gathered, hashable)
+    return ProductKey(function, ranks, placements, with_gathered, hashable)
 
 
 def _hashable(option: Any) -> Any:
@@ -118,7 +118,7 @@ def _key_of(value: Any) -> Any:
 
 def _plan(key: ProductKey, num_weights: int, tensors: Sequence[Any], scales: Sequence[Any], grads: bool) -> Planned:
     """Plans a product, without the cache. `grads` is True for scaled operands that require a gradient."""
-    where, x = key.where, tensors[0]
+    ranks, x = key.ranks, tensors[0]
     layout = layout_of(x._spec) if isinstance(x, DTensor) else None
     lower = executables.lowering if layout is None else functools.partial(executables.lowering_for_mesh, layout.mesh)
     counters.counts.plans += 1
@@ -131,22 +131,22 @@ def _plan(key: ProductKey, num_weights: int, tensors: Sequence[Any], scales: Seq
         list(map(_with_layout, scales)),
         requires_grad=grads,
         placements=None if key.placements is None else placement_texts(key.placements),
-        rank=where.rank,
-        num_ranks=dist.get_world_size(where.group),
+        rank=ranks.rank,
+        num_ranks=dist.get_world_size(ranks.group),
         checks_parts=not checking.is_on(),  # the debug mode reports errors on all ranks
-        backend=lower(where.device_type, where.group).name,
+        backend=lower(ranks.device_type, ranks.group).name,
         tables=tables_now(),
-        device_type=where.device_type,
+        device_type=ranks.device_type,
         **dict(key.options),
     )
     plan_log.note_product(plan)
     if layout is None:
-        return Planned(Product(plan, where), tuple(",nk->" in axes for axes in plan.axes), ())
+        return Planned(Product(plan, ranks), tuple(",nk->" in axes for axes in plan.axes), ())
     specs = [row_major_spec(x.device_mesh, layout, key.placements) for layout in plan.results]
     if key.with_gathered and plan.keeps_gathered:
         specs.append(row_major_spec(x.device_mesh, plan.moved_operand))
     is_on_mesh = x.device_mesh.get_coordinate() is not None
-    return Planned(Product(plan, where) if is_on_mesh else None, (), tuple(specs))
+    return Planned(Product(plan, ranks) if is_on_mesh else None, (), tuple(specs))
 
 
 def _with_layout(tensor: Any) -> Any:
@@ -199,20 +199,20 @@ def _local(x: Any) -> torch.Tensor:
     return waited
 
 
-def gradient_placements(placements: Sequence[Placement], names: Sequence[str] = ()) -> tuple[Placement, ...]:
-    """Returns the placements of a gradient: R in place of pending sums, and a pending sum where `names` has P."""
-    pending = [placement_of(name).is_partial() for name in names] or [False] * len(placements)
+def gradient_placements(placements: Sequence[Placement], texts: Sequence[str] = ()) -> tuple[Placement, ...]:
+    """Returns the placements of a gradient: R in place of pending sums, and a pending sum where `texts` has P."""
+    pending = [placement_of(text).is_partial() for text in texts] or [False] * len(placements)
     full = (Replicate() if placement.is_partial() else placement for placement in placements)
     return tuple(Partial() if is_pending else p for is_pending, p in zip(pending, full, strict=True))
 
 
-def _gradient_spec(spec: DTensorSpec | None, names: tuple[str, ...] = ()) -> DTensorSpec | None:
+def _gradient_spec(spec: DTensorSpec | None, texts: tuple[str, ...] = ()) -> DTensorSpec | None:
     """Returns the spec of the gradient of a tensor with this spec, with the placements of `gradient_placements`."""
-    return None if spec is None else _gradient_spec_on(spec, groups.key_of_mesh(spec.mesh), names)
+    return None if spec is None else _cached_gradient_spec(spec, groups.key_of_mesh(spec.mesh), texts)
 
 
 @executables.cached
-def _gradient_spec_on(spec: DTensorSpec, _: Hashable, names: tuple[str, ...]) -> DTensorSpec:
+def _cached_gradient_spec(spec: DTensorSpec, _: Hashable, texts: tuple[str, ...]) -> DTensorSpec:
     """Does the work of `_gradient_spec`. `_` is the key of the mesh's process groups, by which results are cached."""
-    placements = gradient_placements(spec.placements, names)
+    placements = gradient_placements(spec.placements, texts)
     return spec if placements == spec.placements else row_major_spec(spec.mesh, layout_of(spec), placements)

@@ -55,8 +55,8 @@ def _replace(layer: nn.Linear) -> bool:
         return False
     (key, prepare, mesh), (last_key, finish, _) = before, after
     input_layouts, (output_layouts, use_local_output) = prepare.args[0], finish.args
-    layer._forward_pre_hooks[key] = _before(input_layouts, mesh)
-    layer._forward_hooks[last_key] = _after(use_local_output, mesh)
+    layer._forward_pre_hooks[key] = _pre_hook(input_layouts, mesh)
+    layer._forward_hooks[last_key] = _post_hook(use_local_output, mesh)
     is_colwise = prepare.func is prepares[0]
     install_forward(layer, {"placements": output_layouts}, shares_gather=is_colwise)
     return True
@@ -77,11 +77,13 @@ def _variables(hook: Any) -> Mapping[str, Any]:
     return inspect.getclosurevars(hook).nonlocals if inspect.isfunction(hook) else {}
 
 
-def _before(input_layouts: tuple[Placement, ...], mesh: DeviceMesh) -> Callable[..., Any]:
+def _pre_hook(input_layouts: tuple[Placement, ...], mesh: DeviceMesh) -> Callable[..., Any]:
+    """Returns a forward pre-hook that makes the input of a layer a DTensor with these placements."""
     return lambda layer, inputs: annotate(input_layouts, layer, inputs, mesh)
 
 
-def _after(use_local_output: bool, mesh: DeviceMesh) -> Callable[..., Any]:
+def _post_hook(use_local_output: bool, mesh: DeviceMesh) -> Callable[..., Any]:
+    """Returns a forward hook that returns the output of a layer, as this rank's part if `use_local_output`."""
     return lambda layer, inputs, output: as_output(use_local_output, layer, output, mesh)
 
 
@@ -100,7 +102,7 @@ def _keep_shards(module: nn.Module) -> None:
             name: _kept(style.input_kwarg_layouts.get(name), desired)
             for name, desired in style.desired_input_kwarg_layouts.items()
         }
-        module._forward_pre_hooks[key] = _prepare(kept, variables["device_mesh"])
+        module._forward_pre_hooks[key] = _input_hook(kept, variables["device_mesh"])
 
 
 def _kept(layout: Placement | None, desired: Placement | None) -> Placement | None:
@@ -108,7 +110,8 @@ def _kept(layout: Placement | None, desired: Placement | None) -> Placement | No
     return layout if isinstance(layout, Shard) and isinstance(desired, Replicate) else desired
 
 
-def _prepare(style: Any, mesh: DeviceMesh) -> Callable[..., Any]:
+def _input_hook(style: Any, mesh: DeviceMesh) -> Callable[..., Any]:
+    """Returns the forward pre-hook that a ``PrepareModuleInput`` registers."""
     if style.with_kwargs:
         return lambda module, inputs, kwargs: style._prepare_input_kwarg_fn(inputs, kwargs, mesh)
     return lambda module, inputs: style._prepare_input_fn(inputs, mesh)

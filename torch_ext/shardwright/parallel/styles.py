@@ -46,13 +46,13 @@ class ColwiseParallel(torch_parallel.ColwiseParallel):
         shares_gather: bool = False,
     ) -> None:
         super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
-        self._how = {"method": method, "chunks": chunks, "depth": depth, "save": save}
+        self._options = {"method": method, "chunks": chunks, "depth": depth, "save": save}
         self._shares_gather = shares_gather
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, nn.Linear):
             return super()._apply(module, device_mesh)
-        return _distribute(self, module, device_mesh, self._how, self._shares_gather)
+        return _distribute(self, module, device_mesh, self._options, self._shares_gather)
 
 
 class ContextParallel(torch_parallel.ParallelStyle):
@@ -102,12 +102,12 @@ class RowwiseParallel(torch_parallel.RowwiseParallel):
         depth: int | None = None,
     ) -> None:
         super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
-        self._how = {"method": method, "chunks": chunks, "depth": depth}
+        self._options = {"method": method, "chunks": chunks, "depth": depth}
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, nn.Linear):
             return super()._apply(module, device_mesh)
-        return _distribute(self, module, device_mesh, self._how)
+        return _distribute(self, module, device_mesh, self._options)
 
 
 class SequenceParallel(torch_parallel.SequenceParallel):
@@ -115,7 +115,7 @@ class SequenceParallel(torch_parallel.SequenceParallel):
 
 
 def _distribute(
-    style: Any, module: nn.Linear, device_mesh: DeviceMesh, how: dict[str, Any], shares_gather: bool = False
+    style: Any, module: nn.Linear, device_mesh: DeviceMesh, options: dict[str, Any], shares_gather: bool = False
 ) -> nn.Module:
     """Shards the weights of a linear layer as PyTorch's style does, and replaces its forward by ours."""
     distribute_module(
@@ -125,14 +125,14 @@ def _distribute(
         partial(annotate, style.input_layouts),
         partial(as_output, style.use_local_output),
     )
-    install_forward(module, {"placements": style.output_layouts, **how}, shares_gather)
+    install_forward(module, {"placements": style.output_layouts, **options}, shares_gather)
     return module
 
 
-def install_forward(module: nn.Linear, how: dict[str, Any], shares_gather: bool) -> None:
-    """Replaces the forward of a layer with sharded weights. `how` are the options of `shardwright.linear`."""
+def install_forward(module: nn.Linear, options: dict[str, Any], shares_gather: bool) -> None:
+    """Replaces the forward of a layer with sharded weights. `options` are the options of `shardwright.linear`."""
     # These are set on the instance, so that its class, its name and its state dict do not change.
-    module._shardwright_how = how  # type: ignore[assignment]
+    module._shardwright_options = options  # type: ignore[assignment]
     forward = _forward_sharing if shares_gather else _forward
     module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
 
@@ -168,7 +168,7 @@ def _uneven(
 
 def _forward(module: nn.Linear, x: DTensor) -> DTensor:
     """The forward of a layer without a shared gather."""
-    return linear(x, module.weight, module.bias, **module._shardwright_how)  # type: ignore[arg-type]
+    return linear(x, module.weight, module.bias, **module._shardwright_options)  # type: ignore[arg-type]
 
 
 class _Gathered(NamedTuple):
@@ -182,17 +182,17 @@ class _Gathered(NamedTuple):
 def _forward_sharing(module: nn.Linear, x: DTensor) -> DTensor:
     """The forward of a layer that shares its gather with other layers of the same input."""
     if torch.compiler.is_compiling():  # tensors in graphs cannot hold attributes
-        how = module._shardwright_how
-        return linear(x, module.weight, module.bias, **how)  # type: ignore[arg-type]
+        options = module._shardwright_options
+        return linear(x, module.weight, module.bias, **options)  # type: ignore[arg-type]
     # Each layer makes its own annotated DTensor, so the gathered tensor is stored on the module's original input.
     given = getattr(x, "_shardwright_given", x)
     held: _Gathered | None = getattr(given, "_shardwright_gathered", None)
     now = (given._version, torch.is_grad_enabled() and x.requires_grad)
     if held is not None and held[1:] == now and held.whole.device_mesh == x.device_mesh:
-        return linear(held.whole, module.weight, module.bias, **module._shardwright_how)  # type: ignore[arg-type]
+        return linear(held.whole, module.weight, module.bias, **module._shardwright_options)  # type: ignore[arg-type]
     # The gradient of the gathered tensor, if there is one, is scattered together with the gradient of this layer.
-    how = {**module._shardwright_how, "save": "gathered", "with_gathered": True}  # type: ignore[dict-item]
-    y, *gathered = tensors.multiply("linear", x, [module.weight], [module.bias], [None, None], **how)
+    options = {**module._shardwright_options, "save": "gathered", "with_gathered": True}  # type: ignore[dict-item]
+    y, *gathered = tensors.multiply("linear", x, [module.weight], [module.bias], [None, None], **options)
     # Not for leaves that require gradients: leaf and graph would refer to each other, and never be freed.
     if gathered and not (given.is_leaf and given.requires_grad):
         given._shardwright_gathered = _Gathered(gathered[0], *now)

@@ -97,22 +97,22 @@ def viewed(x: DTensor, shape: Sequence[int], redistribute: bool) -> DTensor:
     """
     with _planning():
         layout = _layout_of(x)
-        seen = _planner.view_of(layout, shape, True)
-        may_split = isinstance(seen, str) and not redistribute and meshes.may_be_split(x.device_mesh)
+        view_layout = _planner.view_of(layout, shape, True)  # or the reason why there is none, as text
+        may_split = isinstance(view_layout, str) and not redistribute and meshes.may_be_split(x.device_mesh)
         on_split_mesh = _planner.view_of(layout, shape) if may_split else ""
     if not isinstance(on_split_mesh, str) and _planner.is_known_to_dtensor(on_split_mesh):
         return _on_split_mesh(x, layout, on_split_mesh)
-    if isinstance(seen, str):
+    if isinstance(view_layout, str):
         with _planning():
             backend = executables.lowering_for_mesh(layout.mesh, x.device.type, None).name
             move = _planner.move_before_view(layout, shape, True, backend, tables_now())
             assert move is not None
         if not redistribute:
             raise ValueError(move[2])
-        x, seen = _moved(x, layout, move[0].dst), move[1]
+        x, view_layout = _moved(x, layout, move[0].dst), move[1]
     with _planning():
-        target = _target(x, seen, _contiguous(seen.shape))
-        local_shape, before = seen.local_shape(dist.get_rank()), _integers(x.shape)
+        target = _target(x, view_layout, _contiguous(view_layout.shape))
+        local_shape, before = view_layout.local_shape(dist.get_rank()), _integers(x.shape)
     result: DTensor = _ApplyToLocal.apply(  # type: ignore[no-untyped-call]
         x,
         target,
@@ -123,40 +123,40 @@ def viewed(x: DTensor, shape: Sequence[int], redistribute: bool) -> DTensor:
     return result
 
 
-def _on_split_mesh(x: DTensor, layout: _planner.Layout, seen: _planner.Layout) -> DTensor:
-    """Returns `x` with the layout `seen`, whose mesh splits dims of the mesh of `x`."""
+def _on_split_mesh(x: DTensor, src: _planner.Layout, dst: _planner.Layout) -> DTensor:
+    """Returns `x`, which has layout `src`, with layout `dst`, whose mesh splits dims of the mesh of `x`."""
     if _are_we_tracing():
         raise ValueError(
-            f"x must have a view on its own mesh in compiled code, got {seen} on a split mesh. Use the view outside of "
+            f"x must have a view on its own mesh in compiled code, got {dst} on a split mesh. Use the view outside of "
             "compiled code, redistribute=True, or a view of x.to_local() with its layout"
         )
     with _planning():
-        mesh = meshes.split(x.device_mesh, seen.mesh)
-        placements = [x.placements[mesh_dim] for mesh_dim in meshes.containing_dims(x.device_mesh, seen.mesh)]
-    return _on_mesh(x, layout, seen, mesh, placements)
+        mesh = meshes.split(x.device_mesh, dst.mesh)
+        placements = [x.placements[mesh_dim] for mesh_dim in meshes.containing_dims(x.device_mesh, dst.mesh)]
+    return _on_mesh(x, src, dst, mesh, placements)
 
 
 def _on_mesh(
-    x: DTensor, src: _planner.Layout, seen: _planner.Layout, mesh: DeviceMesh, placements: Sequence[Placement]
+    x: DTensor, src: _planner.Layout, dst: _planner.Layout, mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> DTensor:
     """Returns `x` with layout `seen` on another mesh of the same ranks.
 
     `placements` have its pending reductions.
     """
     with _planning():
-        meta = TensorMeta(torch.Size(seen.shape), _contiguous(seen.shape), x.dtype)
-        function = Layout(mesh, seen.shape, seen.placements, seen.dtype, seen.shard_order, "literal")
-        target = spec_of_layout(function, DTensorSpec(mesh, tuple(placements)), meta)
+        meta = TensorMeta(torch.Size(dst.shape), _contiguous(dst.shape), x.dtype)
+        target_layout = Layout(mesh, dst.shape, dst.placements, dst.dtype, dst.shard_order, "literal")
+        target = spec_of_layout(target_layout, DTensorSpec(mesh, tuple(placements)), meta)
         assert target is not None
-        local_shape, here = seen.local_shape(dist.get_rank()), x.device_mesh
+        local_shape, source_mesh = dst.local_shape(dist.get_rank()), x.device_mesh
 
     def back(gradient: DTensor) -> DTensor:
         with _planning():
-            given, expected = _layout_of(gradient), _planner.gradient_layout(function, "x")
+            given, expected = _layout_of(gradient), _planner.gradient_layout(target_layout, "x")
             source_layout = _planner.gradient_layout(src, "x")
         if given != expected:
             gradient = _moved(gradient, given, expected)
-        return _on_mesh(gradient, expected, source_layout, here, [Replicate()] * here.ndim)
+        return _on_mesh(gradient, expected, source_layout, source_mesh, [Replicate()] * source_mesh.ndim)
 
     result: DTensor = _ApplyToLocal.apply(x, target, lambda local: local.reshape(local_shape), back, True)  # type: ignore[no-untyped-call]
     return result
@@ -168,8 +168,8 @@ def _moved(x: DTensor, src: _planner.Layout, dst: _planner.Layout) -> DTensor:
 
     def back(gradient: DTensor) -> DTensor:
         with _planning():
-            here, function = _layout_of(gradient), _planner.gradient_layout(src, "x")
-        return gradient if here == function else _moved(gradient, here, function)
+            given, expected = _layout_of(gradient), _planner.gradient_layout(src, "x")
+        return gradient if given == expected else _moved(gradient, given, expected)
 
     with _planning():
         target = _target(x, dst, x.stride())
@@ -223,10 +223,10 @@ def viewed_part(
 ) -> tuple[torch.Tensor, _planner.Layout]:
     """Returns the part of the view on this rank, and the layout of the view. Arguments are those of `view`."""
     part, rank = _checked(part, layout, group)
-    seen, dst = view_of_part(shape, layout, redistribute, part.device.type, group)
+    view_layout, dst = view_of_part(shape, layout, redistribute, part.device.type, group)
     if dst is not None:
         part = redistribute_local(part, layout, dst, group=group)
-    return part.reshape(seen.local_shape(rank)), seen
+    return part.reshape(view_layout.local_shape(rank)), view_layout
 
 
 def view_of_part(
@@ -237,9 +237,9 @@ def view_of_part(
     group: dist.ProcessGroup | None,
 ) -> tuple[_planner.Layout, _planner.Layout | None]:
     """Returns the layout of the view, and the layout to which the part must be moved first, or None."""
-    seen = _planner.view_of(layout, shape)
-    if not isinstance(seen, str):
-        return seen, None
+    view_layout = _planner.view_of(layout, shape)
+    if not isinstance(view_layout, str):
+        return view_layout, None
     backend = executables.lowering_for_mesh(layout.mesh, device_type, group).name
     move = _planner.move_before_view(layout, shape, False, backend, tables_now())
     assert move is not None

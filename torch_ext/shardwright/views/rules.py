@@ -202,10 +202,10 @@ def _left_to_torch(
     if isinstance(first, DTensorSpec) and first.placements == spec.placements:
         claimed = result.output_spec
         assert isinstance(claimed, DTensorSpec)
-        there = layout_of_spec(claimed, plans.fixed(claimed.shape), spec.tensor_meta.dtype)
-        view_layout = _planner.view_of(layout, there.shape)
+        claimed_layout = layout_of_spec(claimed, plans.fixed(claimed.shape), spec.tensor_meta.dtype)
+        view_layout = _planner.view_of(layout, claimed_layout.shape)
         ranks = layout.mesh.ranks
-        if isinstance(view_layout, str) or any(view_layout.region(rank) != there.region(rank) for rank in ranks):
+        if isinstance(view_layout, str) or any(view_layout.region(r) != claimed_layout.region(r) for r in ranks):
             raise RuntimeError(
                 f"view: PyTorch's {claimed.placements} for {layout} as {tuple(shape)} would be wrong, because {reason}"
             )
