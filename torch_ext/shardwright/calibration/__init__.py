@@ -65,7 +65,7 @@ def calibrate(
 
     Returns:
         A `Topology`, equal on all ranks, with times in picoseconds per collective, per message and per KiB. On one node
-        `between` is `inside`. Rates are at least 1; latencies are 0 if they cannot be told from noise.
+        `between` is `inside`. Rates are at least 1; latencies that are lost in noise are 0.
 
     Raises:
         RuntimeError: torch.distributed is not initialized.

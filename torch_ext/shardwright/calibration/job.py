@@ -41,7 +41,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def showing(self, num_rounds: int) -> Iterator[None]:
-        """Shows the rounds of the block as a bar on the first rank. 0: shows nothing."""
+        """Shows a bar of the rounds measured in the block on the first rank; nothing if `num_rounds` is 0."""
         if num_rounds == 0 or not (self.is_alone or dist.get_rank(self.group) == 0):
             yield
             return
@@ -50,7 +50,7 @@ class Ranks:
         self._bar = None
 
     def rounds(self, count: int) -> Iterator[int]:
-        """Yields the numbers of rounds of measurements."""
+        """Yields the index of each round of measurements, and advances the bar after the round."""
         for index in range(count):
             yield index
             if self._bar is not None:
@@ -70,7 +70,7 @@ class Ranks:
 
 
 def seconds_of(device: torch.device, call: Callable[[], object], repeats: int = 1) -> float:
-    """Returns the seconds per call on this rank."""
+    """Returns the seconds per call on this rank, with all work on the device finished."""
     _synchronize(device)
     start = time.perf_counter()
     for _ in range(repeats):
@@ -157,7 +157,7 @@ def ranks_per_host(ranks: list[int], hosts: list[str]) -> int:
 
 
 def by_node(ranks: list[int], per_node: int) -> list[list[int]]:
-    """Returns the ranks of each node, ascending."""
+    """Returns the ranks of each node, ascending. `per_node` is 0 if all ranks are on one node."""
     nodes: dict[int, list[int]] = {}
     for rank in sorted(ranks):
         nodes.setdefault(rank // per_node if per_node else 0, []).append(rank)

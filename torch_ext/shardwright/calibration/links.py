@@ -1,12 +1,13 @@
 """Measures latencies and bandwidths with all-to-alls of several message sizes, in teams of several sizes.
 
+A team is a group of ranks that run an all-to-all. Each part of a topology is measured with other teams:
+
     inside, step       teams of neighbors on a node: 2, 4, ..., all ranks of the node
     between            teams across nodes, of the ranks with the same index on their nodes
     a mesh dim         the mesh dim's own groups
-    memory             copies of a large tensor into new memory, as for a result
+    memory             no teams: each rank copies a large tensor into new memory, as for a result
 
-A team is a group of ranks that run an all-to-all. csrc/cost/link_fit.h describes how the parameters are fitted to the
-times.
+csrc/cost/link_fit.h describes how the parameters are fitted to the times.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _PS = 1e12  # picoseconds per second
 class _Measurement(NamedTuple):
     """An all-to-all to measure: this rank's team, None if it idles, and the bytes to send to all peers together."""
 
-    name: str
+    name: str  # of the link that it measures
     team: dist.ProcessGroup | None
     peers: int
     sent_bytes: int
@@ -98,9 +99,9 @@ def _link(fit: LinkFit) -> Link:
     return Link(message_ps=round(fit.message * _PS), ps_per_kib=max(1, round(fit.byte * 1024 * _PS)))
 
 
-# ---- series to measure
+# ---- all-to-alls to measure
 
-_ALONG = "mesh dim "  # prefix of the names of series along a mesh dim
+_ALONG = "mesh dim "  # prefix of the names of measurements along a mesh dim
 
 
 def _in_teams(job: Job, name: str, lines: list[list[int]]) -> Iterable[_Measurement]:
@@ -243,7 +244,7 @@ def traffic_of(job: Job, topology: Topology) -> Traffic | None:
 
 
 def _report(job: Job, fits: dict[str, LinkFit], points: dict[str, _Points], copy_seconds: float) -> list[str]:
-    """Returns lines of text: the fitted values of each series, and the rate of copies."""
+    """Returns lines of text: the fitted values of each link, and the rate of copies."""
     backend = dist.get_backend(job.ranks.group)
     lines = [f"calibrated {len(job.members)} ranks on {job.device.type} over {backend}"]
     for where, taken in points.items():

@@ -1,4 +1,4 @@
-"""Measures matrix products on all ranks at once, and makes one table for all of them."""
+"""Measures matrix products on all ranks at once, and makes one table of their times (`GemmModel`) for all ranks."""
 
 from __future__ import annotations
 
@@ -104,8 +104,13 @@ def measure_products(
 def delay_per_chunk(times: list[float], product: float, slowdown: float) -> float:
     """Returns the seconds that each chunk takes beyond the predicted timeline (csrc/products/timeline.h).
 
-    Messages and products in n chunks take the time of the timeline in csrc/products/timeline.h, plus a delay per chunk,
-    plus a constant. The difference between two values of n gives the delay per chunk.
+    Messages and products in n chunks take the time of the timeline, plus a delay per chunk, plus a constant. The
+    difference between two values of n gives the delay per chunk.
+
+    Args:
+        times: the seconds that `_Products.times_in_chunks` measured.
+        product: the seconds of the large product alone.
+        slowdown: the share by which products take longer during transfers.
     """
     late = []
     for chunks, messages, together in zip(_CHUNKS, times[::2], times[1::2], strict=True):

@@ -1,1 +1,1 @@
-"""The command line: ``shardwright plan``, ``product``, ``transfer``, ``calibrate`` and ``doctor``."""
+"""The command line, ``shardwright``: a module for each command, and parsers.py and options.py for all."""

@@ -104,7 +104,7 @@ def _check_together(arguments: argparse.Namespace, parser: argparse.ArgumentPars
     """Exits with an error if options contradict each other or required ones are missing."""
 
     def given(names: Sequence[str]) -> str:
-        """Returns the given ones of these options, as text."""
+        """Returns the options that were given, of those with these names, as text."""
         values = {name: getattr(arguments, name) for name in names}
         return ", ".join("--" + name.replace("_", "-") for name in names if values[name] not in (None, False))
 

@@ -12,7 +12,7 @@ from .options import parse_mesh, parse_sizes, split_placements
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the plan. Raises ValueError if the product cannot be planned as asked."""
+    """Prints the plan. Raises ValueError if the options are invalid or allow no plan."""
     arguments = parser().parse_args(argv)
     product = _make(arguments)
     print(product.to_json() if arguments.json else product)

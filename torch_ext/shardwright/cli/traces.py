@@ -26,7 +26,7 @@ def files_in(paths: Sequence[str]) -> list[Path]:
 def merge(files: Sequence[Path]) -> dict[str, Any]:
     """Returns one trace with the events of all files: a process per rank and device, in order of the ranks.
 
-    Times of ranks on one machine are comparable. Those of several machines are as far apart as their clocks.
+    Times of ranks on one machine are comparable. Times of different machines differ by the offset of their clocks.
 
     Raises:
         ValueError: a file cannot be read or is no profile, or two files are of the same rank.
@@ -48,7 +48,7 @@ def merge(files: Sequence[Path]) -> dict[str, Any]:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """Returns a profile. Raises ValueError if the file cannot be read or is none."""
+    """Returns the profile in a file. Raises ValueError if the file cannot be read or holds no profile."""
     try:
         data = file.read_bytes()
         trace = json.loads(gzip.decompress(data) if file.suffix == ".gz" else data)
@@ -63,7 +63,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 def _of_rank(rank: int, events: Sequence[dict[str, Any]], offset_us: float, first_pid: int) -> list[dict[str, Any]]:
     """Returns the events of one rank with process ids of its own from `first_pid` on, and names with the rank."""
-    pids: dict[Any, int] = {}  # by process id in the profile; ids of devices are small numbers, some ids are words
+    pids: dict[Any, int] = {}  # new process ids, by the id in the profile (a number or a word)
     names: dict[Any, str] = {}
     moved = []
     for event in events:
@@ -76,7 +76,7 @@ def _of_rank(rank: int, events: Sequence[dict[str, Any]], offset_us: float, firs
         changed = {**event, "pid": pid}
         if "ts" in event:
             changed["ts"] = event["ts"] + offset_us
-        if "id" in event:  # of arrows, which must not lead to other ranks
+        if "id" in event:  # equal ids join events by arrows, which must not lead to other ranks
             changed["id"] = f"{rank}.{event['id']}"
         moved.append(changed)
     heads: list[dict[str, Any]] = []
