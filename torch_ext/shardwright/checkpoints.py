@@ -179,7 +179,7 @@ def _spans(runs: Sequence[_Run], stride: int, inner_bytes: int, max_gap_bytes: i
 
     Args:
         stride: bytes between two indices.
-        span: bytes to read at each index.
+        inner_bytes: bytes to read at each index, from the first to the last that is needed there.
     """
     max_indices = 1 if stride - inner_bytes > max_gap_bytes else max(1, _MAX_SPAN_BYTES // max(stride, 1))
     group: list[_Run] = []

@@ -1,4 +1,4 @@
-"""Destinations of a transfer from the writes of a server's loader: `recorded_destination`."""
+"""Finds the destinations of a transfer by recording what a server's loader writes: `recorded_destination`."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def recorded_destination(
     """Finds the part of each weight that a loader writes on each rank, for the argument `to` of `transfer`.
 
     The loader runs once, with weights that have no memory (meta tensors); its copies to parameters are recorded and not
-    executed. A transfer then writes to the same elements. So fused weights, stacked experts and any cuts come from the
-    server's own code. All ranks of the server must call.
+    executed. A transfer then writes to the same elements. So the server's own code determines how weights are fused,
+    stacked and sharded. All ranks of the server must call.
 
     The loader may take views of weights and copy them: slices, transposes, casts. On each rank, what it writes of a
     weight must be a box, or intervals along one dim, and must be one strided part of a parameter. Anything else is an
@@ -57,7 +57,7 @@ def recorded_destination(
 
     Raises:
         ValueError: raised on all ranks, with the problems of all of them: no rank writes to a weight or to some of its
-            elements, elements of a parameter are not written, or the loader does something else than described above.
+            elements, elements of a parameter are not written, or the loader does something other than described above.
     """
     problems: list[str] = []
     writes: dict[str, Write] = {}
@@ -95,7 +95,7 @@ def _not_written(
     writes: Iterable[Write], parameters: Iterable[tuple[str, torch.Tensor]], unwritten: Sequence[str]
 ) -> list[str]:
     """Returns a problem for each parameter that has elements without a write."""
-    parts: dict[int, list[torch.Tensor]] = {}  # that are written, by storage
+    parts: dict[int, list[torch.Tensor]] = {}  # the written parts, by storage
     for write in writes:
         parts.setdefault(write.into.untyped_storage()._cdata, []).append(write.into)
     problems = []
@@ -112,7 +112,7 @@ def _not_written(
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Returns the range of bytes of its storage in which a tensor lies."""
+    """Returns the range [begin, end) of bytes of its storage that a tensor spans."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
     return tensor.storage_offset() * tensor.itemsize, (tensor.storage_offset() + last + 1) * tensor.itemsize
 
@@ -120,7 +120,7 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
 def _layout(shape: tuple[int, ...], dtypes: set[str], regions: Mapping[int, Region]) -> _planner.Layout:
     """Returns the layout in which each rank has its region.
 
-    The mesh has a dim for each tensor dim of which ranks have different intervals, and one for equal regions.
+    The mesh has a dim for each tensor dim along which ranks have different intervals, and one for copies of a region.
 
         {0: (rows 0-4, all), 1: (rows 4-8, all)}    dim0=2 as [Pieces(0, 0-4:4-8)]
     """

@@ -1,7 +1,7 @@
 """Records what a loader of checkpoints writes: `record`.
 
 The loader gets weights without memory (meta tensors). Views of them are allowed, and copies of them to parameters are
-recorded instead of executed. A write is a box of a weight, and the elements of a parameter that get it:
+recorded instead of executed. A write is a box of a weight, and the elements of a parameter to which it is copied:
 
     qkv[4:8].copy_(k.narrow(0, 8, 4))    k: [8, 12) of dim 0, all of dim 1;  into qkv[4:8]
 """
@@ -26,7 +26,7 @@ _COPIES = (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
 
 
 class Write(NamedTuple):
-    """The part of a weight that a loader writes, and the elements that get it, as a tensor with the weight's dims."""
+    """The part of a weight that a loader writes, and where: a view of a parameter with the weight's dims."""
 
     region: tuple[Intervals, ...]  # the intervals of each dim of the weight, in the order of the elements of `into`
     into: torch.Tensor
@@ -53,7 +53,7 @@ def record(load: Load, weights: Weights) -> dict[str, Write]:
     """Runs a loader, and returns what it writes of each weight, without changing anything.
 
     Raises:
-        ValueError: the loader does more with a weight than to copy a box of it to a strided part of a parameter.
+        ValueError: the loader does more with a weight than copying one box of it to a strided part of a parameter.
     """
     recorder = _Recorder()
     with torch.no_grad(), recorder:
@@ -62,7 +62,7 @@ def record(load: Load, weights: Weights) -> dict[str, Write]:
 
 
 class _Recorder(TorchDispatchMode):
-    """Records the writes of weights, which are called by their names in errors."""
+    """Records the writes of weights. Errors name the weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,6 +82,7 @@ class _Recorder(TorchDispatchMode):
         return made
 
     def _memory_of(self, value: Any) -> _Memory | None:
+        """Returns the memory that a value is a view of, or None for values that come from no weight."""
         return self._memories.get(_storage_of(value)) if isinstance(value, torch.Tensor) else None
 
     def __torch_dispatch__(self, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None) -> Any:
@@ -143,7 +144,7 @@ def _root_memory(memory: _Memory) -> _Memory:
 
 
 def _in_weight(memory: _Memory, view: _Strided) -> tuple[_Memory, _Strided]:
-    """Returns the weight, and the view in its memory. A copy has the elements of the view that was copied."""
+    """Returns the memory of the weight, and a view of `memory` (a weight or a copy) as a view of it."""
     while memory.parent is not None:
         parent, copied = memory.parent
         steps, begins = _steps(memory, view), _coordinate(memory.shape, view.offset)
@@ -154,7 +155,7 @@ def _in_weight(memory: _Memory, view: _Strided) -> tuple[_Memory, _Strided]:
 
 
 def _steps(memory: _Memory, view: _Strided) -> list[tuple[int, int]]:
-    """Returns the dim of the memory along which each dim of a view goes, and its step; (-1, 0) for one element."""
+    """Returns (dim of the memory, step along it) for each dim of a view; (-1, 0) for a dim of size 1."""
     found = []
     begins = _coordinate(memory.shape, view.offset)
     for size, stride in zip(view.sizes, view.strides):
@@ -187,10 +188,12 @@ def _coordinate(shape: Sequence[int], offset: int) -> list[int]:
 
 
 def _box(weight: _Memory, view: _Strided, into: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
-    """Returns the box of a weight that a view has: begins and lengths by dim, and the strides of its destination.
+    """Returns the box of a weight that a view covers: begins and lengths by dim, and the strides of its destination.
 
-    Dims of the view that lie in one dim of the weight are joined, if they are in the destination too; dims that go over
-    several dims of the weight are split.
+    Dims of the view that form one dim of the weight are joined, if they form one dim of the destination too. A dim that
+    spans several dims of the weight is split. `into` has the strides of the destination for each dim of the view.
+
+    Example: elements 6 to 17 of a weight of 4 x 6 are the box with begins [1, 0] and lengths [2, 6].
     """
     dims = sorted(((s, n, t) for n, s, t in zip(view.sizes, view.strides, into) if n > 1), reverse=True)
     joined: list[tuple[int, int, int]] = []  # (stride in the weight, size, stride in the destination)
@@ -236,7 +239,7 @@ def _merged(name: str, writes: Sequence[Write]) -> Write:
 
 
 def _stride(a: torch.Tensor, b: torch.Tensor, dim: int) -> int:
-    """Returns the stride of a dim in which b follows a, or of another dim, in which their strides are equal."""
+    """Returns the stride of the dim along which b follows a. If both have size 1 there, it is their distance."""
     if a.shape[dim] > 1 or b.shape[dim] > 1:
         return a.stride(dim) if a.shape[dim] > 1 else b.stride(dim)
     return b.storage_offset() - a.storage_offset()
@@ -253,5 +256,5 @@ def _joined(intervals: Intervals) -> Intervals:
 
 
 def _unsupported_error(name: str, what: str) -> ValueError:
-    """Returns the error about a loader that does something else than to write one box."""
+    """Returns the error about a loader that does not write one box of a weight. `what` describes what it does."""
     return argument_error("load", f"a loader that writes one box of {name} on each rank", f"one that {what}")

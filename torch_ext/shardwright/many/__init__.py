@@ -1,4 +1,4 @@
-"""Lists of tensors that move together, with gradients."""
+"""Moves lists of tensors together, with gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lists of DTensors, for autograd. Items with the same ranks move together, and so do their gradients."""
+"""`redistribute_many` of DTensors, with autograd. Items on the same ranks move together, and so do their gradients."""
 
 from __future__ import annotations
 
@@ -59,7 +59,10 @@ def _item(i: int, entry: Any) -> _Item:
 
 
 def _move(items: Sequence[_Item], options: Mapping[str, Any]) -> list[DTensor]:
-    """Moves items together whose two meshes have the same ranks. Returns the results in order. Differentiable."""
+    """Moves items in batches, one for all items whose two meshes together have the same ranks.
+
+    Returns the results in order; they are differentiable.
+    """
     batches: dict[tuple[int, ...], list[int]] = {}
     for i, item in enumerate(items):
         batches.setdefault(_ranks(item.source.mesh, item.target.mesh), []).append(i)
@@ -138,7 +141,7 @@ def _results_of(
 def _move_parts(
     batch: Sequence[_Item], ranks: tuple[int, ...], tracked: Sequence[int], options: Mapping[str, Any]
 ) -> list[torch.Tensor]:
-    """Moves a batch. Returns this rank's local tensors of the results."""
+    """Moves this rank's parts of a batch. Returns its local tensors of the results."""
     mesh = batch[0].source.mesh
     results: dict[int, torch.Tensor] = {}
     parts: dict[int, tuple[torch.Tensor | None, Layout, Layout]] = {}

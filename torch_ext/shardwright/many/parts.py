@@ -1,4 +1,4 @@
-"""Lists of plain tensors, for autograd."""
+"""`redistribute_many` of plain tensors, with autograd."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class _RedistributeMany(torch.autograd.Function):
         results += moved
         pairs = [items[i][1:] for i in tracked]
         ctx.pairs = [(gradient_layout(dst, "dst"), gradient_layout(src, "src")) for src, dst in pairs]
-        ctx.shapes = [local.shape for local in locals_]  # on ranks outside a mesh, of any empty tensor
+        ctx.shapes = [local.shape for local in locals_]  # outside the source mesh: of the empty tensor passed
         ctx.options = {**options, "group": groups.weakly(options["group"])}
         return tuple(x.view_as(x) if (x := moved[i]) is local else x for i, local in zip(tracked, locals_, strict=True))
 

@@ -146,7 +146,7 @@ def _pattern(argument: str, value: Any) -> str:
 
 
 def _with_wildcards(argument: str, value: Any, wildcards: list[str], other: str) -> str:
-    """Returns a pattern. Raises ValueError unless it has `wildcards`: those of `other`, perhaps without ``{}``."""
+    """Returns a pattern. Raises ValueError, which names the pattern `other`, unless it has exactly these wildcards."""
     if patterns.wildcards(_pattern(argument, value)) != wildcards:
         raise argument_error(argument, f"a name with the wildcards of {other!r} (stack, unstack: no {{}})", repr(value))
     return str(value)

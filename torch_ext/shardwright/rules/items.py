@@ -20,7 +20,10 @@ class Item(NamedTuple):
 
 
 def items_of(tensors: Mapping[str, Mapped], names: Sequence[str]) -> tuple[list[str], list[Item]]:
-    """Returns the names of the sources of these tensors, in the order of their indices, and the items to move."""
+    """Returns the names of the source tensors, and the items that move them to the tensors `names`.
+
+    `Item.source` and `Item.destination` are indices into the two lists of names.
+    """
     index_of: dict[str, int] = {}
     items = []
     for destination, name in enumerate(names):

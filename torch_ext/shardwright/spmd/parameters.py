@@ -27,11 +27,11 @@ def as_dtensor(
     Args:
         name: the parameter's name, for messages.
         mesh: the mesh that is given with dp_mesh_dims; None without dp_mesh_dims.
-        own: the dims of `mesh` that are not data-parallel.
+        model_dims: the dims of `mesh` that are not data-parallel.
 
     Raises:
-        ValueError: there are types but no mesh, a type is missing for a dim in `own`, or a type on another axis is not
-            R.
+        ValueError: there are types but no mesh, a type is missing for a dim in `model_dims`, or a type on another axis
+            is not R.
     """
     spmd: Any = sys.modules.get("spmd_types")  # without the library there are no types
     types = {} if spmd is None or isinstance(parameter, DTensor) else dict(spmd.get_local_type(parameter))

@@ -3,7 +3,7 @@
 Each rank keeps, for each source of which it sends elements to others, one state:
 
     blocks of at most 8 bytes    a copy of its part, as it was sent: exact
-    larger blocks                a hash of 64 bits for each block of its part
+    larger blocks                a 64-bit hash for each block of its part
 
 An element may have changed if it differs from the copy, or if its block has another hash.
 """
@@ -200,14 +200,14 @@ class Changes:
 
 
 def _mixed(words: torch.Tensor) -> torch.Tensor:
-    """Returns a bijection of 64-bit words in which each bit depends on all bits (splitmix64)."""
+    """Maps 64-bit words one to one, so that each bit of the result depends on all bits (splitmix64)."""
     for shift, factor in zip(_SHIFTS, (*_FACTORS, 1)):
         words = (words ^ (words >> shift & (1 << 64 - shift) - 1)) * factor
     return words
 
 
 def _states(tensors: Sequence[torch.Tensor]) -> list[tuple[Location, int]]:
-    """Returns location and version of each tensor. Inference tensors have no versions."""
+    """Returns the location and the version of each tensor with elements. Inference tensors have no versions."""
     return [(location_of(x), 0 if x.is_inference() else x._version) for x in tensors if x.numel()]
 
 

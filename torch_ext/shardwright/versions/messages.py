@@ -49,7 +49,7 @@ class Message:
         self._last = -1  # number of the last block that was received
 
     def find_blocks(self, changed: Mapping[Key, torch.Tensor]) -> None:
-        """Finds the changed blocks by masks of the changed elements of each source."""
+        """Finds the changed blocks. `changed` has a mask of the changed elements of each source."""
         found = []
         for (piece, dtype), begin in zip(self.pieces, self._begins):
             mask = words_of(piece.taken.read(changed[piece.source, dtype]).reshape(-1), self._per_block(dtype))
@@ -101,7 +101,7 @@ class Message:
         blocks, values = blocks.to(local.device), bits_of(values.to(local.device, local.dtype))
         local = bits_of(local)
         old = piece.put.read(local)
-        if piece.put.is_view() and old.is_contiguous():
+        if piece.put.is_view() and old.is_contiguous():  # writes rows of one block each, then the last, shorter block
             flat, num_whole = old.view(-1), piece.numel // per_block
             is_whole = blocks < num_whole
             rows, new = flat[: num_whole * per_block].view(-1, per_block), values[is_whole]
@@ -112,6 +112,7 @@ class Message:
             if not bool(is_whole[-1]):
                 flat[num_whole * per_block :] = values[-1, : len(flat) - num_whole * per_block]
             return
+        # Merges old and new elements by a mask, because those of a block are not contiguous in memory.
         size = -(-piece.numel // per_block)
         is_new = torch.zeros(size, 1, dtype=torch.bool, device=local.device)
         is_new[blocks] = True
@@ -158,7 +159,7 @@ class _Round(NamedTuple):
 
 
 class Rounds:
-    """The rounds of all messages of one rank, of which the last may be in flight. Has the methods of `batches.Run`.
+    """The rounds of all messages of one rank. The last one may be in flight. Has the methods of `batches.Run`.
 
     Attributes:
         received_bytes: bytes of this rank's messages from others, with their distances.

@@ -50,7 +50,10 @@ class Side(NamedTuple):
         return all(isinstance(index, slice) for index in self.indices)
 
     def write(self, local: torch.Tensor, values: torch.Tensor) -> None:
-        """Copies values, of the shape that `read` returns, into the local tensor. The dims must be those of `local`."""
+        """Copies values, of the shape that `read` returns, into the local tensor.
+
+        Each dim of the piece must be the same dim of `local`.
+        """
         if self.is_view():
             self.read(local).copy_(values)
             return
@@ -75,7 +78,7 @@ class Piece(NamedTuple):
 
 
 class Ends(NamedTuple):
-    """The tensors of a transfer. Layouts have ranks of its group."""
+    """The source and destination tensors of a transfer. Their layouts have ranks of the transfer's group."""
 
     sources: Sequence[_planner.Layout]
     destinations: Sequence[_planner.Layout]
@@ -83,7 +86,7 @@ class Ends(NamedTuple):
     rank: int  # of this process
 
     def dtypes_of_items(self) -> list[torch.dtype]:
-        """Returns the dtype in which the elements of each item are sent: the smaller of those of its ends."""
+        """Returns the dtype in which the elements of each item are sent: the smaller of its two ends."""
         found = []
         for item in self.items:
             ends = self.sources[item.source].dtype, self.destinations[item.destination].dtype

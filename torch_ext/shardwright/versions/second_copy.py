@@ -15,7 +15,7 @@ import torch
 from .._native import _runtime
 from .locations import locations_of, storage_of
 
-# More runs than this of bytes outside the destinations are copied with a mask instead of one by one.
+# Maximum number of runs of bytes outside the destinations that are copied one by one. More are copied with a mask.
 _MAX_RUNS = 64
 
 
