@@ -2,7 +2,7 @@
 
 Modules import them from here. Of several builds of `_runtime`, the one for the installed torch and its CUDA is loaded.
 If there is none, it is compiled once from the sources in the package; without sources, the error has the command that
-makes one. A torch whose CUDA no build has gets the build for CPU, with a warning.
+makes one. If no build is for torch's CUDA, the build for CPU is loaded, with a warning.
 """
 
 from __future__ import annotations

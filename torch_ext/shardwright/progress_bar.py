@@ -42,7 +42,7 @@ class Bar:
         self.close()
 
     def show(self, done: int, note: str = "") -> None:
-        """Shows that this amount of the total is done, and a note about the last part of it."""
+        """Sets the amount that is done. `note` describes its last part."""
         if self._tqdm is not None:
             self._tqdm.set_postfix_str(note, refresh=False)
             self._tqdm.update(done - self._done)
@@ -54,7 +54,7 @@ class Bar:
         self._done = done
 
     def advance(self, amount: int = 1, note: str = "") -> None:
-        """Shows that this much more is done."""
+        """Adds to the amount that is done."""
         self.show(self._done + amount, note)
 
     def close(self) -> None:

@@ -73,7 +73,7 @@ def _placement(placement: Any, dim: int, size: int, count: int, argument: str) -
     if isinstance(placement, str) and placement == "whole":
         return Replicate()
     (text,) = sequence_layout(placement, size, count, argument).placements
-    return text.replace("(2", f"({dim}", 1)
+    return text.replace("(2", f"({dim}", 1)  # the layout of a sequence cuts dim 2
 
 
 # Functions that call attention, directly or in a backward that recomputes a checkpoint. PyTorch disables a mode while

@@ -43,7 +43,7 @@ class ExplainedStep(NamedTuple):
     """One step of a model under `fully_shard`: its schedule, and its timelines.
 
     ``predicted``: empty if the step was not timed yet. ``measured``: the uses on this rank, and all transfers between
-    the first and the last, also of tensors that are no weights. ``chunk`` is the index of a weight, -1 if it is
+    the first and the last, also of tensors other than weights. ``chunk`` is the index of a weight, -1 if it is
     unknown.
     """
 
@@ -63,7 +63,7 @@ class RecordedStep(NamedTuple):
     copies: list[tuple[str, bool, float, float]]
 
 
-# Context managers that record steps. Modules of later packages add theirs.
+# Context managers that record steps. Packages that import this one add theirs.
 step_listeners: list[Callable[[], contextlib.AbstractContextManager[list[RecordedStep]]]] = []
 
 
@@ -99,8 +99,8 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
         args, kwargs: its arguments.
 
     Returns:
-        A list with one entry per program, then one per step. Entries have the attributes ``what``, ``schedule``,
-        ``predicted`` and ``measured``. ``str()`` is text; ``to_chrome()`` returns JSON for Perfetto.
+        A list with one entry per program, then one per step. Entries have the attributes ``what``, ``predicted`` and
+        ``measured``. ``str()`` is text; ``to_chrome()`` returns JSON for Perfetto.
 
     Raises:
         ValueError: `function` cannot be called.
@@ -131,7 +131,7 @@ def _is_product(event: TraceEvent) -> bool:
 
 
 def _explained(call: running.Call, measured: Trace) -> Explained:
-    """Returns choice and timelines of a program of products. `measured` has its events."""
+    """Returns the schedule and the timelines of a program of products. `measured` has its events."""
     matmul, schedule = Matmul.parse(call.program)
     lanes = matmul.timeline(schedule, call.model)
     predicted = Trace(
@@ -172,6 +172,7 @@ def _explained_step(step: RecordedStep, events: Trace) -> ExplainedStep:
     predicted = Trace()
     lanes = schedule.lanes
     if lanes is not None:
+        # (lane, text, weight, (begin, end) in picoseconds)
         spans = [("compute", text, max(weights), span) for (text, weights), span in zip(uses, lanes["uses"])]
         for what, key, transfers in (
             ("gather", "gathers", schedule.gathers),

@@ -4,12 +4,13 @@ Dynamo's guards for a DTensor compare its local tensor, mesh and placements, but
 that holds 3 rows of 6 and 3 rows of 5 would run code for 6 where the other ranks run code for 5. Its guards also treat
 meshes of the same ranks as equal, although their process groups may differ.
 
-So this module adds guards:
+So this module adds guards on
 
-    for each DTensor that is an input, while the drop-in is on or if the graph has operators of shardwright: equal
-        static sizes and strides, and equal names of the mesh's process groups (Dynamo guards symbolic sizes itself)
-    for each graph with DTensors: the same options of `sw.enable`
-    for each graph with operators of shardwright: these options, and the same planning tables
+    each DTensor input      its static sizes and strides, and the names of its mesh's process groups; only while the
+                            drop-in is on or if the graph has operators of shardwright. Dynamo guards symbolic sizes.
+    graphs with DTensors    the options of `sw.enable`
+    graphs with operators   the options of `sw.enable`, and the planning tables
+        of shardwright
 """
 
 from __future__ import annotations

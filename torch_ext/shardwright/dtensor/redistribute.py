@@ -246,7 +246,7 @@ def _trace(key: Hashable, call: _Request) -> torch.Tensor | Refusal:
     from ..graph import operators
 
     local, current, target = call[:3]
-    is_symbolic = plans.is_symbolic(current.shape)  # local sizes would differ among ranks
+    is_symbolic = plans.is_symbolic(current.shape)  # by global sizes, which are the same on all ranks
     key = key, groups.flattened_names(current.mesh)
     arguments = None if is_symbolic else _cached_arguments.get(key)  # symbols cannot be hashed
     if arguments is None:

@@ -1,8 +1,8 @@
 """Tokens to their experts and back: `dispatch` and `combine`.
 
     rows, tokens_per_expert, handle = sw.experts.dispatch(x, expert_ids, scores, placement)
-    y = experts(rows, tokens_per_expert)         # one row for each row
-    out = sw.experts.combine(y, handle)                  # the weighted sums, on the ranks of the tokens
+    y = experts(rows, tokens_per_expert)         # one row of y for each row
+    out = sw.experts.combine(y, handle)          # the weighted sums, on the ranks of the tokens
 
 A token is sent once to each rank that has any of its experts, and one sum is returned from each of these ranks. The
 backward of either function is the other: gradients of rows are summed on the token's rank, gradients of sums are sent

@@ -97,7 +97,7 @@ def _plan_for_sizes(
 
 
 def _make_plan(plan: str, group_names: Sequence[str], rank: int, sizes: Sequence[int], make_groups: bool) -> list[str]:
-    """Returns the result of `_plan_for_sizes`, not from the cache. Makes missing groups if `make_groups`."""
+    """Returns the result of `_plan_for_sizes` without the cache. Makes missing groups if `make_groups`."""
     tables_now()
     example = plan_of(plan)
     mesh = example.src.mesh

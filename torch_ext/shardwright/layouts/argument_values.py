@@ -100,7 +100,7 @@ def placement_texts_of(
         raise argument_error("dims of each Ragged", f"equal: the first {flattened} dims", repr(ragged[odd[0]]))
     sized = {d: placements.Ragged(p.dim, p.sizes or p.units) for d, p in ragged.items()}  # units become sizes below
     texts = [placement_text(sized.get(d, p)) for d, p in enumerate(read)]
-    in_rows = flattened > 1 and bool(with_dims)  # placements without `dims` have indices into `shape`
+    in_rows = flattened > 1 and bool(with_dims)  # then others count tensor dims as `shape` does
     if in_rows:
         order = {_flattened_dim(dim, flattened): mesh_dims for dim, mesh_dims in order.items()}
         texts = [

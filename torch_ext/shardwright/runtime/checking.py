@@ -1,8 +1,8 @@
 """A debug mode in which ranks check, before anything is sent, that they all run the same redistributes.
 
 If a rank runs another program than its peers, or none, the job usually hangs or gets wrong data elsewhere. In this
-mode, each rank of a mesh writes a statement about each redistribute into the store of torch.distributed, and reads
-those of the others. This needs no collective, so it does not hang if ranks are missing.
+mode, each rank of a mesh writes a statement about each redistribute into the store of torch.distributed, and reads the
+statements of the others. This needs no collective, so it does not hang if ranks are missing.
 """
 
 from __future__ import annotations

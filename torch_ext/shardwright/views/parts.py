@@ -1,7 +1,6 @@
 """The implementation of `shardwright.views`, for DTensors and for parts.
 
-A part is this rank's local tensor, which the caller passes together with its layout. `seen` is the layout of a
-view's result.
+A part is this rank's local tensor, which the caller passes together with its layout.
 """
 
 from __future__ import annotations
@@ -34,10 +33,12 @@ class _ApplyToLocal(torch.autograd.Function):
     """The autograd function that applies a function to the local tensor of a DTensor.
 
     Args:
-        x: the DTensor. target: the spec of the result. function: computes the local tensor of the result from that of
-        `x`. back: computes the gradient of `x` from that of the result. may_share: True if the result may share memory
-        with `x`. It is then registered as a view of `x`, so that autograd
-            raises for in-place writes to one of the two that it cannot track in the other.
+        x: the DTensor.
+        target: the spec of the result.
+        function: computes the local tensor of the result from that of `x`.
+        back: computes the gradient of `x` from that of the result.
+        may_share: True if the result may share memory with `x`. It is then registered as a view of `x`, so that
+            autograd raises for in-place writes to one of the two that it cannot track in the other.
     """
 
     @staticmethod
@@ -139,9 +140,9 @@ def _on_split_mesh(x: DTensor, src: _planner.Layout, dst: _planner.Layout) -> DT
 def _on_mesh(
     x: DTensor, src: _planner.Layout, dst: _planner.Layout, mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> DTensor:
-    """Returns `x` with layout `seen` on another mesh of the same ranks.
+    """Returns `x`, which has layout `src`, with layout `dst` on another mesh of the same ranks.
 
-    `placements` have its pending reductions.
+    `placements` has the pending reductions of the result, by mesh dim.
     """
     with _planning():
         meta = TensorMeta(torch.Size(dst.shape), _contiguous(dst.shape), x.dtype)
