@@ -63,6 +63,7 @@ class Comparisons:
         self._units_on = {mesh: {unit_index for unit_index, _ in found} for mesh, found in self.on_mesh.items()}
         self._index_of = {unit: index for index, unit in enumerate(units)}
         self._model = 0  # number of this model: equal on all of its ranks, different for each model of a rank
+        self._words = {mesh: MeshWords(mesh, device) for mesh in self.on_mesh}
         self._are_slow = {mesh: not all(map(agreement.has_cpu, mesh.get_all_groups())) for mesh in self.on_mesh}
 
     @property
