@@ -42,7 +42,7 @@ class BlockPicture {
     for (size_t i = 0; i < frame_.steps().size(); ++i) {
       frame_.steps()[i].op == StepOp::kCross ? draw_flows(i) : draw_on_one_mesh(i);
     }
-    explain();
+    add_legend();
     return frame_.page(svg_, frame_.right(), y_of(most - 1) + kPitch);
   }
 
@@ -167,14 +167,14 @@ class BlockPicture {
   }
 
   // Adds the legend.
-  void explain() {
-    frame_.explain(
+  void add_legend() {
+    frame_.add_legend_line(
         "A box is a block of ranks, in the order of their mesh; \"each holds\" is the most that one of them does.");
-    frame_.explain(
+    frame_.add_legend_line(
         concat("An arrow is all messages from one block to another, in its sender's color, the thicker the "
                "more bytes (at most ",
                bytes_text(widest_bytes_), "); gray: a step among the ranks of one mesh."));
-    if (has_uncounted_) frame_.explain("Too many pairs of ranks exchange something for arrows.");
+    if (has_uncounted_) frame_.add_legend_line("Too many pairs of ranks exchange something for arrows.");
   }
 
   PictureFrame frame_;

@@ -209,13 +209,13 @@ void PictureFrame::draw_heads(Svg& svg) const {
   }
 }
 
-void PictureFrame::explain(const std::string& words, const std::string& fill, bool striped) {
-  explanations_.push_back({words, fill, striped});
+void PictureFrame::add_legend_line(const std::string& words, const std::string& fill, bool striped) {
+  legend_.push_back({words, fill, striped});
 }
 
 std::string PictureFrame::page(Svg& svg, double right, double bottom) const {
   double y = bottom + 24;
-  for (const Explanation& line : explanations_) {
+  for (const LegendLine& line : legend_) {
     double x = kMargin;
     if (!line.fill.empty()) {
       const std::string swatch = rect_path({x, y - 10, 18, 12});

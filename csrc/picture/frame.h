@@ -61,8 +61,8 @@ class PictureFrame {
   // Draws the title, and the texts above columns and gaps.
   void draw_heads(Svg& svg) const;
 
-  // Adds a line to the legend, preceded by a swatch of this fill unless it is empty.
-  void explain(const std::string& words, const std::string& fill = {}, bool striped = false);
+  // Adds a line to the legend, preceded by a swatch if `fill` is not empty.
+  void add_legend_line(const std::string& words, const std::string& fill = {}, bool striped = false);
   // Draws the legend and returns the document. The picture ends at `right` and `bottom`.
   std::string page(Svg& svg, double right, double bottom) const;
 
@@ -80,12 +80,12 @@ class PictureFrame {
   double top_ = 0;
   double right_ = 0;
 
-  struct Explanation {
+  struct LegendLine {
     std::string words;
     std::string fill;
     bool striped;
   };
-  std::vector<Explanation> explanations_;
+  std::vector<LegendLine> legend_;
 };
 
 }  // namespace shardwright

@@ -49,7 +49,7 @@ class MeshDimPicture {
     }
     svg_.text(20, tensor_top() + 20, "the tensor,", kName);
     svg_.text(20, tensor_top() + 36, "one rank's part filled", kNote);
-    explain();
+    add_legend();
     return frame_.page(svg_, frame_.right(), tensor_top() + box_.h + 16 + 4 * 15);
   }
 
@@ -223,14 +223,15 @@ class MeshDimPicture {
   }
 
   // Adds the legend.
-  void explain() {
-    frame_.explain("A row is a mesh dim: how the tensor lies along it before and after each step.");
-    frame_.explain("mesh dims that a step spans, joined: its groups are the ranks that differ only in these", kSpans);
-    frame_.explain("cut: filled is the slice of the first rank; of many slices few are drawn", color_of_dim(0));
-    frame_.explain("replicated: all ranks along the mesh dim hold the same", kReplicated);
+  void add_legend() {
+    frame_.add_legend_line("A row is a mesh dim: how the tensor lies along it before and after each step.");
+    frame_.add_legend_line("mesh dims that a step spans, joined: its groups are the ranks that differ only in these",
+                           kSpans);
+    frame_.add_legend_line("cut: filled is the slice of the first rank; of many slices few are drawn", color_of_dim(0));
+    frame_.add_legend_line("replicated: all ranks along the mesh dim hold the same", kReplicated);
     bool has_pending = false;
     for (const Layout& layout : frame_.states()) has_pending = has_pending || !layout.partial_dims().empty();
-    if (has_pending) frame_.explain("striped: contributions that are still to be reduced", kPending, true);
+    if (has_pending) frame_.add_legend_line("striped: contributions that are still to be reduced", kPending, true);
   }
 
   const Mesh& mesh_;

@@ -80,7 +80,7 @@ class RankPicture {
         if (const std::optional<Position> position = position_in(layout, r)) draw_box(state, r, *position);
       }
     }
-    explain();
+    add_legend();
     return frame_.page(svg_, right(), row(num_rows_ - 1) + pitch_);
   }
 
@@ -160,14 +160,14 @@ class RankPicture {
     svg_.open_group("class=\"sw-box\"",
                     concat(name_of(row_number), is_pending ? " holds a contribution to " : " holds ",
                            indices_text(held), ", ", bytes_text(num_elements(held) * layout.dtype().size_bytes())));
-    const bool is_nothing = layout.num_elements() == 0;
-    svg_.path(rect_path(box), is_nothing ? "fill=\"#FFFFFF\" stroke=\"#AAAAAA\" stroke-dasharray=\"3 3\""
-                                         : "fill=\"#F6F6F6\" stroke=\"#AAAAAA\"");
+    const bool is_empty_tensor = layout.num_elements() == 0;
+    svg_.path(rect_path(box), is_empty_tensor ? "fill=\"#FFFFFF\" stroke=\"#AAAAAA\" stroke-dasharray=\"3 3\""
+                                              : "fill=\"#F6F6F6\" stroke=\"#AAAAAA\"");
     draw_parts(state, row_number, box, held);
     if (is_pending) draw_stripes(held, box);
     draw_strips(held, box);
     if (num_elements(held) == 0) {
-      svg_.text(box.x + box.w / 2, box.y + box.h / 2 + 4, is_nothing ? "no elements" : "empty", kEmpty);
+      svg_.text(box.x + box.w / 2, box.y + box.h / 2 + 4, is_empty_tensor ? "no elements" : "empty", kEmpty);
     }
     svg_.close_group();
   }
@@ -411,19 +411,19 @@ class RankPicture {
   }
 
   // Adds the legend.
-  void explain() {
-    frame_.explain(box_text());
-    frame_.explain("What a rank holds is filled in the color, and has the number, of the rank it came from.");
+  void add_legend() {
+    frame_.add_legend_line(box_text());
+    frame_.add_legend_line("What a rank holds is filled in the color, and has the number, of the rank it came from.");
     if (has_hidden_) {
-      frame_.explain("Where parts from several ranks cover one another, all are in the holder's own color.");
+      frame_.add_legend_line("Where parts from several ranks cover one another, all are in the holder's own color.");
     }
     if (widest_bytes_ > 0) {
-      frame_.explain(concat("An arrow is a message in its sender's color, the thicker the more bytes (at most ",
-                            bytes_text(widest_bytes_), "); gray: what stays where it is."));
+      frame_.add_legend_line(concat("An arrow is a message in its sender's color, the thicker the more bytes (at most ",
+                                    bytes_text(widest_bytes_), "); gray: what stays where it is."));
     }
     const std::vector<Step>& steps = frame_.steps();
     if (std::any_of(steps.begin(), steps.end(), reduces)) {
-      frame_.explain("A circle reduces what the ranks of a group hold; each takes its result from there.");
+      frame_.add_legend_line("A circle reduces what the ranks of a group hold; each takes its result from there.");
     }
     std::string pending;
     bool has_zeros = false;
@@ -432,12 +432,14 @@ class RankPicture {
     }
     for (const Step& step : steps) has_zeros = has_zeros || step.op == StepOp::kZeroFill;
     if (!pending.empty()) {
-      frame_.explain(concat("striped: a contribution; the value is the ", pending, " over the ranks that hold one"),
-                     color_of(0), true);
+      frame_.add_legend_line(
+          concat("striped: a contribution; the value is the ", pending, " over the ranks that hold one"), color_of(0),
+          true);
     }
-    if (has_zeros) frame_.explain("zeros", kZeros, true);
+    if (has_zeros) frame_.add_legend_line("zeros", kZeros, true);
     if (has_pale_) {
-      frame_.explain(concat("pale: more than ", kMaxRectsDrawn, " pieces; drawn is the range they lie in"), "#99C9E4");
+      frame_.add_legend_line(concat("pale: more than ", kMaxRectsDrawn, " pieces; drawn is the range they lie in"),
+                             "#99C9E4");
     }
   }
 
