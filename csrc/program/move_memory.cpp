@@ -15,8 +15,8 @@
 namespace shardwright {
 namespace {
 
-// In larger groups members are not listed, because each member sends messages only to the ranks for which it has data
-// (exchange/mesh_exchange.h).
+// Maximum size of a group whose members are listed. In larger groups, all exchanges are messages between the ranks that
+// have data for each other, which are found without a list (exchange/mesh_exchange.h).
 constexpr int64_t kMaxGroupListed = 512;
 
 // The memory of a move on one mesh. An exchange is *regular* if all of its messages have one size and its counts have
@@ -35,13 +35,13 @@ class MoveMemory : public StepMemory {
     const bool is_reduction = step_.op == StepOp::kReduceScatter || step_.op == StepOp::kAllReduce;
     const bool moves = !is_local(step_.op) && !is_reduction;
     const bool is_gather = step_.op == StepOp::kAllGather;
-    const bool may_be_in_order = !lowering_.gathers || !is_gather;
+    const bool order_matters = !lowering_.gathers || !is_gather;
     const bool lists_members = is_gather || !group_is_large();
-    classes.add(step_, moves && may_be_in_order && lists_members);
+    classes.add(step_, moves && order_matters && lists_members);
     // The connected components, and the order of their ranks, depend on what each rank sends to each peer.
-    const bool some_connect =
+    const bool depends_on_components =
         lowering_.narrows_groups && !named_groups_only_ && !is_gather && !exchange_.is_regular_and_full();
-    if (moves && some_connect && lists_members) classes.split_all(step_.mesh_dims);
+    if (moves && depends_on_components && lists_members) classes.split_all(step_.mesh_dims);
     // On a mesh whose ranks do not ascend, groups may differ in the order of their ranks.
     if (!is_local(step_.op) && !ranks_ascend(step_.before.mesh())) classes.split_all(MeshDimSet::from_bits(~0u));
   }

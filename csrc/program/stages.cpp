@@ -13,7 +13,7 @@ namespace {
 class Stages {
  public:
   Stages(const std::vector<SketchedSegment>& segments, int64_t num_segments, int64_t num_steps)
-      : segments_(segments), num_segments_(num_segments), num_steps_(num_steps), at_(num_segments) {}
+      : segments_(segments), num_segments_(num_segments), num_steps_(num_steps), progress_(num_segments) {}
 
   std::vector<int64_t> peaks(int64_t num_needed) {
     for_each_stage(num_segments_, num_steps_,
@@ -46,7 +46,7 @@ class Stages {
   // Appends the instructions of one pipeline stage of a segment to changes_.
   void append_stage(int64_t segment, int64_t stage, int64_t num_needed) {
     const SketchedSegment& sketched = of(segment);
-    Progress& progress = at_[segment];
+    Progress& progress = progress_[segment];
     if (stage == 0 && sketched.num_input_elements > 0) {
       progress.input_copy = changes_.size();
       changes_.push_back({0, sketched.num_input_elements, 0});
@@ -85,7 +85,7 @@ class Stages {
   const std::vector<SketchedSegment>& segments_;
   int64_t num_segments_;
   int64_t num_steps_;
-  std::vector<Progress> at_;
+  std::vector<Progress> progress_;
   std::vector<Change> changes_;  // indexed by instruction of the whole program
   bool has_output_ = false;
 };
