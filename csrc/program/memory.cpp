@@ -158,8 +158,8 @@ ProgramMemory::MaxPeaks ProgramMemory::max_peak_bytes_by_step(int64_t max_ranks)
       peak = std::max(peak, peak_of_step(i, rank));
     }
     maxima.bytes.push_back(peak);
-    // A rank that sends and receives more needs at least as much memory, except for the first position's own part. So
-    // the maximum is exact if an examined rank reaches the upper bound of the traffic.
+    // In these steps more traffic needs at least as much memory. The one exception is position 0, whose own part may
+    // need more; it is always examined. So the maximum is exact if an examined rank has the upper bound of the traffic.
     const std::optional<Traffic> bound = examined_traffic.empty() ? std::nullopt : steps_[i]->traffic_upper_bound();
     const bool reaches_bound =
         bound && std::any_of(examined_traffic.begin(), examined_traffic.end(), [&](const Traffic& traffic) {

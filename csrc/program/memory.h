@@ -30,8 +30,8 @@ struct ExaminedRanks {
   bool are_all = true;  // true if all ranks, or one of each class, are examined
 };
 
-// The sizes and lifetimes of the buffers of compile(plan, rank), for many ranks of one plan. Does not list copied
-// boxes, and examines each group of ranks once for all its members.
+// Computes the sizes and lifetimes of the buffers of compile(plan, rank), for many ranks of one plan. It never lists
+// the boxes of copies, and examines each group of ranks once for all members of the group.
 class ProgramMemory {
  public:
   explicit ProgramMemory(const Plan& plan);

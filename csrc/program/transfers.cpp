@@ -183,7 +183,7 @@ Ticket start(ProgramBuilder& builder, int group, const Messages& sends, const Me
     case TransferMethod::kMessages:
       return builder.send_receive({group, sends.as_sent_or_received(), receives.as_sent_or_received()});
   }
-  throw InvariantError("no instruction implements this transfer_method");
+  throw InvariantError("no instruction implements this transfer method");
 }
 
 }  // namespace
