@@ -289,7 +289,7 @@ class BatchCompiler {
   // Returns the index of the next instruction.
   int next_index() const { return static_cast<int>(program_.instructions.size()); }
   void emit(Operation operation) { program_.instructions.push_back({std::move(operation), step_}); }
-  // Emits copies. Sets `complete` of each destination that they write to the index after the copy.
+  // Emits copies. For each destination that a copy writes, sets DestinationEnd::written to the index after the copy.
   void emit(std::vector<Copy> copies) {
     const auto first_destination = static_cast<int>(batch_.sources.size());
     for (Copy& copy : copies) {

@@ -13,7 +13,8 @@ namespace shardwright {
 namespace {
 
 // Returns layouts without pending reductions: for each tensor dim, one in which the pending mesh dims of `src` cut that
-// dim. If the destination is on the same mesh and cuts by all of these mesh dims, its cuts come first.
+// dim. If the destination is on the same mesh and all of these mesh dims cut it, the first layout has the destination's
+// cuts.
 std::vector<Layout> candidates(const Layout& src, const Layout* dst) {
   const std::vector<int> pending = src.partial_dims().to_vector();
   const std::vector<Placement> none(src.mesh().ndim(), Placement::replicate());
