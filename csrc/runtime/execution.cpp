@@ -226,8 +226,8 @@ bool Execution::ends_step(int instruction) const {
 void Execution::abandon() noexcept {
   try {
     const std::lock_guard<std::recursive_mutex> lock(mutex_);
-    for (const at::Tensor& buffer :
-         home_buffers_) {  // the allocator reuses a buffer once both streams are done with it
+    // The allocator reuses a buffer once both streams are done with it.
+    for (const at::Tensor& buffer : home_buffers_) {
       record_use(buffer, side_stream(device_, SideStream::kTransfers));
       record_use(buffer, side_stream(device_, SideStream::kCompletion));
     }

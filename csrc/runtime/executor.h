@@ -68,10 +68,9 @@ void check_out(const ExecutablePtr& executable, const at::Tensor& input, const a
 // with compute.
 std::vector<at::Tensor> run_all(const ExecutablePtr& executable, c10::ArrayRef<at::Tensor> tensors);
 
-// Starts a program without outputs. Returns once the first transfers are under way; a program that stages tensors on
-// the host returns once it is done. Execution::wait_until waits for later
-// instructions, as long as `token` exists. Inputs must
-// not change until the program has read them: they are not copied, because copies would take more memory than the
+// Starts a program without outputs. Returns once the first transfers are under way, or once the program is done if it
+// stages tensors on the host. Execution::wait_until waits for later instructions, as long as `token` exists. Inputs
+// must not change until the program has read them: they are not copied, because copies would take more memory than the
 // program.
 std::shared_ptr<Execution> start_all(const ExecutablePtr& executable, c10::ArrayRef<at::Tensor> tensors,
                                      const at::Tensor& token);

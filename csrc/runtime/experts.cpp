@@ -123,8 +123,8 @@ class ReplicaChoice {
   int64_t token_ = -1;
   std::vector<int64_t> rank_stamp_;  // by rank: the last token that visited it
   std::vector<int64_t> node_stamp_;  // by node: the last token that visited it
-  std::vector<int64_t>
-      num_pending_;              // by rank: number of pending experts on it; only in rank_with_most_pending, else 0
+  // By rank: the number of pending experts on it. All are 0 except in rank_with_most_pending.
+  std::vector<int64_t> num_pending_;
   std::vector<size_t> pending_;  // indices of the token's pending experts
 };
 

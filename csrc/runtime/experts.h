@@ -89,9 +89,9 @@ struct RowRoutes {
   std::vector<int64_t> send_rows;    // the token of each row, sorted by receiving rank, then by token
   std::vector<int64_t> row_counts;   // rows for each receiving rank
   std::vector<int64_t> pair_counts;  // codes for replicas of each receiving rank
-  int64_t width = 0;
-  std::vector<int64_t>
-      rows_of_token;  // [num_tokens, width]: a token's indices into send_rows by ascending rank, then -1
+  int64_t width = 0;                 // columns of rows_of_token
+  // [num_tokens, width]: a token's indices into send_rows by ascending rank, then -1
+  std::vector<int64_t> rows_of_token;
 };
 
 // Returns one row per token and rank, if the token has a code for a replica of the rank. target_of_replica[replica] is

@@ -2,9 +2,8 @@
 //
 //   status                                                outcome
 //   success                                               the product was launched
-//   not supported, architecture mismatch, invalid value   cuBLASLt *declines*: ATen computes the product, and later
-//   ones
-//                                                         of the same problem
+//   not supported, architecture mismatch, invalid value   cuBLASLt *declines*: ATen computes this product, and all
+//                                                         later products of the same problem
 //   any other                                             c10::Error with function, status and product
 //
 // These functions need no device: tests run them against a mock of cuBLASLt.
