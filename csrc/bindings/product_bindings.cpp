@@ -16,10 +16,11 @@ namespace py = pybind11;
 namespace shardwright {
 namespace {
 
-// A number of chunks, or for a ring the distances of each chunk.
+// A number of chunks, or for a ring the distances of each chunk that is sent.
 using Chunks = std::variant<int64_t, std::vector<std::vector<int64_t>>>;
 
-// Returns a schedule with a number of chunks or, for a ring, the distances of each chunk but the first.
+// Returns a schedule with a number of chunks or, for a ring, the distances of each chunk that is sent. One more chunk,
+// of the rank's own part, is not sent.
 Schedule schedule_of(const std::string& method, const Chunks& chunks, int64_t depth, int64_t sms_left) {
   Schedule schedule{parse_method(method)};
   if (const auto* count = std::get_if<int64_t>(&chunks)) {

@@ -22,7 +22,7 @@ namespace {
 
 using ProductPlanPtr = std::shared_ptr<const ProductPlan>;
 
-// A number of chunks, or for a ring the distances of each chunk.
+// A number of chunks, or for a ring the distances of each chunk that is sent.
 using Chunks = std::variant<int64_t, std::vector<std::vector<int64_t>>>;
 
 // None, one integer or a list.
