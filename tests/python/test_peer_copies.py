@@ -269,7 +269,7 @@ def test_wrong_arena_arguments_raise_on_every_rank() -> None:
         assert errors[2].startswith("ValueError: peer_min_bytes must be an integer, got 0.5")
         assert errors[3].startswith("ValueError: peer_arena_bytes must be None for tensors on CPU, got 1048576")
         assert "while a graph is captured" in errors[4]
-        assert "got 2097152 bytes after 1048576 for the group of 2 ranks" in errors[5]
+        assert "peer_arena_bytes must be 1048576 as in the earlier call for this group of 2 ranks" in errors[5]
 
 
 def _arenas() -> int:

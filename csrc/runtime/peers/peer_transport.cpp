@@ -97,12 +97,14 @@ void use_peer_copies(RankGroup& group, c10::Device device, const PeerSettings& s
   const GroupLease lease = group.lease();
   check_user(static_cast<bool>(lease), "mesh must have existing process groups, got one that was destroyed");
   if (const auto* existing = dynamic_cast<const PeerTransport*>(lease.operator->())) {
-    check_user(existing->device() == device, "device must be ", existing->device().str(),
-               " as in the earlier call for this ", "group of ", group.size(), " ranks, got ", device.str());
-    check_user(existing->settings() == settings,
-               "peer_arena_bytes, peer_min_bytes and the timeout must be equal in all calls for a group, got ",
-               settings.arena_bytes, " bytes after ", existing->settings().arena_bytes, " for the group of ",
-               group.size(), " ranks");
+    const auto check_equal = [&](const char* argument, const auto& value, const auto& earlier) {
+      check_user(value == earlier, argument, " must be ", earlier, " as in the earlier call for this group of ",
+                 group.size(), " ranks, got ", value);
+    };
+    check_equal("device", device.str(), existing->device().str());
+    check_equal("peer_arena_bytes", settings.arena_bytes, existing->settings().arena_bytes);
+    check_equal("peer_min_bytes", settings.min_bytes, existing->settings().min_bytes);
+    check_equal("timeout of the group in ms", settings.timeout.count(), existing->settings().timeout.count());
     return;
   }
   const at::AutoDispatchBelowADInplaceOrView below_autograd;

@@ -63,8 +63,6 @@ struct PeerSettings {
   int64_t arena_bytes = 0;               // per rank
   int64_t min_bytes = 0;                 // smaller messages and parts use the group's previous transport
   std::chrono::milliseconds timeout{0};  // maximum wait for a signal of a peer
-
-  bool operator==(const PeerSettings&) const = default;
 };
 
 // Makes the group use a PeerTransport for later transfers on the device: allocates its arenas and maps them into all
