@@ -303,7 +303,7 @@ class ScatterCompiler {
     if (all.count() == 0) return;
     const int g = b_.group_index(step);
     const bool is_native = reduces_natively(step, b_.lowering());
-    const Reduction reduction = reduction_of(step);
+    const ReductionSpec reduction = reduction_of(step);
     size_t dim = 0;
     while (dim + 1 < all.shape().size() && all.shape()[dim] == 1) ++dim;
     std::vector<Stages> chunks;

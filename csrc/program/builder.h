@@ -89,7 +89,7 @@ void append(std::vector<Box>& boxes, std::vector<Box> more);
 
 // A pending reduction: values are raised to `power`, reduced with `op`, divided, and the root is taken. An average is a
 // sum with a divisor, a norm a sum with a power.
-struct Reduction {
+struct ReductionSpec {
   ReduceOp op = ReduceOp::kSum;
   double divisor = 1;
   double power = 1;
@@ -97,7 +97,7 @@ struct Reduction {
 };
 
 // Returns the reduction that a step carries out.
-Reduction reduction_of(const Step& step);
+ReductionSpec reduction_of(const Step& step);
 
 // Takes one range for each member of a group, by ascending rank, and returns the ranges by ascending position. So
 // replicas add in the same order, even on meshes with shuffled ranks.
@@ -106,15 +106,15 @@ std::vector<BufferRange> by_position(const Mesh& mesh, const std::vector<Rank>& 
 
 // Returns the contributions that were received into a staging buffer, one for each rank of the group, each of `count`
 // elements, in the order in which the reduction adds them.
-std::vector<BufferRange> contributions_in(const ProgramBuilder& builder, const Reduction& reduction, BufferId staging,
-                                          int64_t count, int group);
+std::vector<BufferRange> contributions_in(const ProgramBuilder& builder, const ReductionSpec& reduction,
+                                          BufferId staging, int64_t count, int group);
 
 // result = the reduction of the parts, including the division and the root.
-void reduce_parts(ProgramBuilder& builder, const Reduction& reduction, std::vector<BufferRange> parts,
+void reduce_parts(ProgramBuilder& builder, const ReductionSpec& reduction, std::vector<BufferRange> parts,
                   BufferRange result);
 
 // Applies the division and the root after a native collective, which does neither.
-void finish_native(ProgramBuilder& builder, const Reduction& reduction, BufferRange result);
+void finish_native(ProgramBuilder& builder, const ReductionSpec& reduction, BufferRange result);
 
 // A reduction as a list of functions that emit its stages, one function per stage. The caller may emit other work
 // between stages. Each stage but the last ends with a transfer in flight, and each stage but the first begins by
@@ -129,10 +129,10 @@ using Stages = std::vector<std::function<void()>>;
 //   stage 1   wait; reduce the 4 parts of b2 -> b1[6:12]      its chunk of the result
 //             all_to_all b3 (6, 6, 6, 6) -> b1 (6, 6, 6, 6)   b3: a copy of its chunk for each rank
 //   stage 2   wait
-Stages composed_all_reduce(ProgramBuilder& builder, int group, const Reduction& reduction, BufferRange contribution,
+Stages composed_all_reduce(ProgramBuilder& builder, int group, const ReductionSpec& reduction, BufferRange contribution,
                            BufferRange result);
 // Reduces `data` in place with the transport's all-reduce.
-Stages native_all_reduce(ProgramBuilder& builder, int group, const Reduction& reduction, BufferRange data);
+Stages native_all_reduce(ProgramBuilder& builder, int group, const ReductionSpec& reduction, BufferRange data);
 
 // Emits one move from the buffer `current`, which holds the layout before, to the buffer `next` for the layout after.
 void compile_step(ProgramBuilder& builder, const Step& step, BufferId current, BufferId next);

@@ -10,8 +10,8 @@
 
 namespace shardwright {
 
-Reduction reduction_of(const Step& step) {
-  Reduction reduction;
+ReductionSpec reduction_of(const Step& step) {
+  ReductionSpec reduction;
   reduction.mesh = &step.before.mesh();
   for (const int d : step.mesh_dims.to_vector()) {
     const Placement& placement = step.before.placements()[d];
@@ -34,8 +34,8 @@ std::vector<BufferRange> by_position(const Mesh& mesh, const std::vector<Rank>& 
   return ranges;
 }
 
-std::vector<BufferRange> contributions_in(const ProgramBuilder& builder, const Reduction& reduction, BufferId staging,
-                                          int64_t count, int group) {
+std::vector<BufferRange> contributions_in(const ProgramBuilder& builder, const ReductionSpec& reduction,
+                                          BufferId staging, int64_t count, int group) {
   const std::vector<Rank>& members = builder.program().groups[group].ranks;
   std::vector<BufferRange> ranges;
   for (size_t m = 0; m < members.size(); ++m) ranges.push_back({staging, static_cast<int64_t>(m) * count, count});
@@ -51,7 +51,7 @@ void take_root(ProgramBuilder& builder, BufferRange result, double power) {
 
 }  // namespace
 
-void reduce_parts(ProgramBuilder& builder, const Reduction& reduction, std::vector<BufferRange> parts,
+void reduce_parts(ProgramBuilder& builder, const ReductionSpec& reduction, std::vector<BufferRange> parts,
                   BufferRange result) {
   const DTypeKind kind = builder.program().dtype.kind();
   const bool has_fractions = kind == DTypeKind::kFloat || kind == DTypeKind::kComplex;
@@ -60,7 +60,7 @@ void reduce_parts(ProgramBuilder& builder, const Reduction& reduction, std::vect
   take_root(builder, result, reduction.power);
 }
 
-void finish_native(ProgramBuilder& builder, const Reduction& reduction, BufferRange result) {
+void finish_native(ProgramBuilder& builder, const ReductionSpec& reduction, BufferRange result) {
   builder.divide(result, reduction.divisor);
   take_root(builder, result, reduction.power);
 }
@@ -69,7 +69,7 @@ namespace {
 
 // Two ranks send each other their contributions, and both add them in the same order. This sends as many bytes as
 // all_reduce_in_chunks, in one transfer instead of two.
-Stages all_reduce_of_two(ProgramBuilder& b, int g, const Reduction& reduction, BufferRange contribution,
+Stages all_reduce_of_two(ProgramBuilder& b, int g, const ReductionSpec& reduction, BufferRange contribution,
                          BufferRange result) {
   const int64_t me = b.program().groups[g].index;
   const BufferId staging = b.new_buffer(result.count);
@@ -115,7 +115,7 @@ Ticket start_chunk_gather(ProgramBuilder& b, int g, const std::vector<BufferRang
 
 // Rank m of the group receives chunk m of all contributions, reduces it, and sends the result to all ranks. Each
 // element is summed once, so replicas are bitwise equal.
-Stages all_reduce_in_chunks(ProgramBuilder& b, int g, const Reduction& reduction, BufferRange contribution,
+Stages all_reduce_in_chunks(ProgramBuilder& b, int g, const ReductionSpec& reduction, BufferRange contribution,
                             BufferRange result) {
   const auto k = static_cast<int64_t>(b.program().groups[g].ranks.size());
   std::vector<BufferRange> contributed;  // chunks of the contribution
@@ -147,14 +147,14 @@ Stages all_reduce_in_chunks(ProgramBuilder& b, int g, const Reduction& reduction
 
 }  // namespace
 
-Stages composed_all_reduce(ProgramBuilder& builder, int group, const Reduction& reduction, BufferRange contribution,
+Stages composed_all_reduce(ProgramBuilder& builder, int group, const ReductionSpec& reduction, BufferRange contribution,
                            BufferRange result) {
   const bool is_of_two = builder.program().groups[group].ranks.size() == 2;
   return is_of_two ? all_reduce_of_two(builder, group, reduction, contribution, result)
                    : all_reduce_in_chunks(builder, group, reduction, contribution, result);
 }
 
-Stages native_all_reduce(ProgramBuilder& builder, int group, const Reduction& reduction, BufferRange data) {
+Stages native_all_reduce(ProgramBuilder& builder, int group, const ReductionSpec& reduction, BufferRange data) {
   const auto ticket = std::make_shared<Ticket>(kNoTicket);
   return {[=, &builder] { *ticket = builder.emit(AllReduce{group, reduction.op, data}); },
           [=, &builder] {
@@ -171,7 +171,7 @@ class PendingReduction {
   explicit PendingReduction(ProgramBuilder& builder) : b_(builder) {}
 
   void reduce_scatter(const Step& step, BufferId current, BufferId next) {
-    const Reduction reduction = reduction_of(step);
+    const ReductionSpec reduction = reduction_of(step);
     const int g = b_.group_index(step);
     if (b_.count_of(current) == 0) return;
     current = raised(b_.whole(current), reduction.power).buffer;
@@ -198,7 +198,7 @@ class PendingReduction {
   }
 
   void all_reduce(const Step& step, BufferId current, BufferId next) {
-    const Reduction reduction = reduction_of(step);
+    const ReductionSpec reduction = reduction_of(step);
     if (b_.count_of(next) == 0) return;
     const int g = b_.group_index(step);
     if (reduces_natively(step, b_.lowering())) {

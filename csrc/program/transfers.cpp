@@ -256,7 +256,7 @@ void exchange(ProgramBuilder& builder, TransferSet set, TransferMethod transfer_
 
 std::function<void()> start_sum(ProgramBuilder& builder, const Step& step, int group, const Messages& contributions,
                                 bool equally_long, BufferRange result) {
-  const Reduction reduction = reduction_of(step);
+  const ReductionSpec reduction = reduction_of(step);
   if (equally_long && reduces_natively(step, builder.lowering())) {
     const Ticket ticket = builder.emit(ReduceScatter{group, reduction.op, contributions.run(), result});
     return [&builder, ticket, reduction, result] {
