@@ -1,4 +1,7 @@
-// _planner: schedules of training steps. The tuples below are the arguments and results in Python.
+// _planner: schedules of training steps.
+//
+// Python passes and gets tuples. The comment of each type of tuple below gives a struct (in schedule/schedule.h,
+// chunks.h or lanes.h), and those of its fields that are the elements of the tuple, in order.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -20,21 +23,29 @@ namespace py = pybind11;
 namespace shardwright {
 namespace {
 
-// A weight. Name; bytes sharded, gathered, kept, and of the gradient; picoseconds of a gather, of a reduction, and of
-// copies from and to the host.
+// Weight: name, rest_bytes, use_bytes, keep_bytes, gradient_bytes, gather_ps, reduce_ps, fetch_ps, send_ps.
 using WeightParts = std::tuple<std::string, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t>;
-// The reduction of a gradient in chunks. Products, each with picoseconds of all chunks, of one chunk, and its use;
-// picoseconds to reduce the part that is not in chunks; bytes of the gradient.
-using ReductionParts = std::tuple<std::vector<std::tuple<int64_t, int64_t, int>>, int64_t, int64_t>;
-// Index of the weight; bytes and picoseconds of the part that is not in chunks; bytes of chunks, their picoseconds and
-// number; true if backwards may use chunks; the reduction of the gradient.
-using ChunkedWeightParts = std::tuple<int, int64_t, int64_t, int64_t, int64_t, int64_t, bool, ReductionParts>;
-// A use. Weights, pass, weights whose gradients are complete afterwards, picoseconds of the compute.
+// Use: weights, pass, gradients, compute_ps.
 using UseParts = std::tuple<std::vector<int>, std::string, std::vector<int>, int64_t>;
-
-// Name; bytes kept and gathered; picoseconds of a gather; uses that save it, need it first and need it last; the
-// activation in whose turn (schedule/schedule.h) it is needed last.
+// Activation: name, kept_bytes, bytes, gather_ps, saved, first, last, until.
 using ActivationParts = std::tuple<std::string, int64_t, int64_t, int64_t, int, int, int, int>;
+// ReducingProduct: transfer_ps, last_chunk_ps, use.
+using ReducingProductParts = std::tuple<int64_t, int64_t, int>;
+// ChunkedReduction: products, rest_ps, gradient_bytes.
+using ChunkedReductionParts = std::tuple<std::vector<ReducingProductParts>, int64_t, int64_t>;
+// ChunkedWeight: weight, use_bytes, gather_ps, chunk_bytes, transfer_ps, num_chunks, in_backwards, reduction.
+using ChunkedWeightParts = std::tuple<int, int64_t, int64_t, int64_t, int64_t, int64_t, bool, ChunkedReductionParts>;
+
+// WeightBuffer: weight, is_kept_copy, first, last, size_bytes, offset_bytes.
+using BufferParts = std::tuple<int, bool, int, int, int64_t, int64_t>;
+// Gather: weight, buffer, start, needed, from_copy.
+using GatherParts = std::tuple<int, int, int, int, bool>;
+// Reduction: weight, first, start, finish, in_chunks.
+using ReductionParts = std::tuple<int, int, int, int, bool>;
+// LaneSpan: begin_ps, end_ps.
+using Span = std::pair<int64_t, int64_t>;
+// ChunksSpan: weight, use, is_reduction, span.
+using ChunksParts = std::tuple<int, int, bool, Span>;
 
 // Returns activations from their tuples.
 std::vector<Activation> activations_of(const std::vector<ActivationParts>& parts) {
@@ -48,8 +59,8 @@ std::vector<Activation> activations_of(const std::vector<ActivationParts>& parts
 // Returns weights from their tuples.
 std::vector<Weight> weights_of(const std::vector<WeightParts>& parts) {
   std::vector<Weight> weights;
-  for (const auto& [name, sharded, gathered, kept, gradient, gather_ps, reduce_ps, fetch_ps, send_ps] : parts) {
-    weights.push_back({name, sharded, gathered, kept, gradient, gather_ps, reduce_ps, -1, 0, 0, {}, fetch_ps, send_ps});
+  for (const auto& [name, rest, use, keep, gradient, gather_ps, reduce_ps, fetch_ps, send_ps] : parts) {
+    weights.push_back({name, rest, use, keep, gradient, gather_ps, reduce_ps, -1, 0, 0, {}, fetch_ps, send_ps});
   }
   return weights;
 }
@@ -63,6 +74,21 @@ std::vector<Use> uses_of(const std::vector<UseParts>& parts) {
   return uses;
 }
 
+// Returns chunked weights from their tuples.
+std::vector<ChunkedWeight> chunked_weights_of(const std::vector<ChunkedWeightParts>& parts) {
+  std::vector<ChunkedWeight> weights;
+  for (const auto& [weight, use_bytes, gather_ps, chunk_bytes, transfer_ps, num_chunks, in_backwards, reduction_parts] :
+       parts) {
+    const auto& [products, rest_ps, gradient_bytes] = reduction_parts;
+    ChunkedReduction reduction{{}, rest_ps, gradient_bytes};
+    for (const auto& [all_chunks_ps, last_chunk_ps, use] : products) {
+      reduction.products.push_back({all_chunks_ps, last_chunk_ps, use});
+    }
+    weights.push_back({weight, use_bytes, gather_ps, chunk_bytes, transfer_ps, num_chunks, in_backwards, reduction});
+  }
+  return weights;
+}
+
 // Makes the schedule of a step. Without `prefetch`, the fastest one is chosen.
 StepSchedule schedule_of(const std::vector<WeightParts>& weights, const std::vector<UseParts>& uses,
                          std::optional<int64_t> budget_bytes, std::optional<int64_t> prefetch, int64_t alignment_bytes,
@@ -72,18 +98,9 @@ StepSchedule schedule_of(const std::vector<WeightParts>& weights, const std::vec
   ScheduleOptions options{
       budget_bytes, prefetch.value_or(1), alignment_bytes, held_bytes, gather_until, activations_of(activations), 0};
   options.activations_ahead = activations_ahead_within(weights_of(weights), uses_of(uses), options);
-  std::vector<ChunkedWeight> all;
-  for (const auto& [weight, use_bytes, gather_ps, chunk_bytes, transfer_ps, num_chunks, in_backwards, r] :
-       chunked_weights) {
-    ChunkedReduction reduction{{}, std::get<1>(r), std::get<2>(r)};
-    for (const auto& [all_ps, last_ps, use] : std::get<0>(r)) reduction.products.push_back({all_ps, last_ps, use});
-    all.push_back({weight, use_bytes, gather_ps, chunk_bytes, transfer_ps, num_chunks, in_backwards, reduction});
-  }
-  return schedule_with_chunks(weights_of(weights), uses_of(uses), all, {options, !prefetch, may_add_chunks});
+  return schedule_with_chunks(weights_of(weights), uses_of(uses), chunked_weights_of(chunked_weights),
+                              {options, !prefetch, may_add_chunks});
 }
-
-// Begin and end in picoseconds.
-using Span = std::pair<int64_t, int64_t>;
 
 // Returns spans as pairs.
 std::vector<Span> spans_of(const std::vector<LaneSpan>& spans) {
@@ -100,7 +117,7 @@ std::optional<py::typing::Dict<py::str, py::object>> lanes_of(const StepSchedule
   fields["uses"] = spans_of(lanes.uses);
   fields["gathers"] = spans_of(lanes.gathers);
   fields["reductions"] = spans_of(lanes.reductions);
-  std::vector<std::tuple<int, int, bool, Span>> chunks;
+  std::vector<ChunksParts> chunks;
   for (const ChunksSpan& c : lanes.chunks) {
     chunks.emplace_back(c.weight, c.use, c.is_reduction, Span(c.span.begin_ps, c.span.end_ps));
   }
@@ -132,10 +149,18 @@ void define_lists(py::class_<StepSchedule>& schedule) {
           "Number of weight changes by which gathers are ahead.")
       .def_property_readonly(
           "lanes", &lanes_of,
-          "Predicted (begin, end) in picoseconds of \"uses\", \"gathers\", \"reductions\" and \"activations\", of "
-          "\"fetches\" from the host by gather, and of \"sends\" to the host by reduction; \"chunks\" within uses, "
-          "each as weight, use, whether it is a reduction, and (begin, end); \"compute_ps\", \"transfer_ps\", "
-          "\"copy_ps\", \"total_ps\". None without times.")
+          R"(The predicted times of the step, by name; None if the durations of uses or gathers are unknown.
+
+A span is (begin_ps, end_ps), in picoseconds from the beginning of the step.
+
+- ``uses``, ``gathers``, ``reductions``, ``activations``: a span for each item of the schedule's list of this name. An
+  activation's span is that of its gather.
+- ``fetches``: for each gather, the span of the copy from the host.
+- ``sends``: for each reduction, the span of the copy to the host.
+- ``chunks``: (weight, use, is_reduction, span) of all chunks that are transferred for a weight within a use, for its
+  gather or for the reduction of its gradient.
+- ``compute_ps``, ``transfer_ps``, ``copy_ps``: the sums of the durations of uses, transfers and copies.
+- ``total_ps``: the duration of the step.)")
       .def_property_readonly(
           "uses",
           [](const StepSchedule& s) {
@@ -145,8 +170,8 @@ void define_lists(py::class_<StepSchedule>& schedule) {
             }
             return all;
           },
-          "For each use: weights, pass, weights whose gradients are complete afterwards, and picoseconds of the "
-          "compute, or 0.");
+          "For each use: (weights, pass, gradients, compute_ps), as given to the constructor. A weight that is "
+          "gathered in chunks is replaced by its chunked weight (`original_of`).");
 }
 
 // Defines the buffers in the arena, the gathers and the reductions.
@@ -155,24 +180,25 @@ void define_arena(py::class_<StepSchedule>& schedule) {
       .def_property_readonly(
           "buffers",
           [](const StepSchedule& s) {
-            std::vector<std::tuple<int, bool, int, int, int64_t, int64_t>> all;
+            std::vector<BufferParts> all;
             for (const WeightBuffer& b : s.buffers) {
               all.emplace_back(b.weight, b.is_kept_copy, b.first, b.last, b.size_bytes, b.offset_bytes);
             }
             return all;
           },
-          "For each buffer in the arena: weight, True for a kept copy, first and last use, size and offset in bytes.")
+          "For each buffer in the arena: (weight, is_kept_copy, first, last, size_bytes, offset_bytes). It exists from "
+          "use `first` to use `last`.")
       .def_property_readonly(
           "gathers",
           [](const StepSchedule& s) {
-            std::vector<std::tuple<int, int, int, int, bool>> all;
+            std::vector<GatherParts> all;
             for (const Gather& g : s.gathers) {
               all.emplace_back(g.weight, g.buffer, g.start, g.needed, g.from_copy);
             }
             return all;
           },
-          "For each gather: weight, buffer, the use before which it starts, the use that needs it, and True if it "
-          "reads the kept copy.")
+          "For each gather: (weight, buffer, start, needed, from_copy). It starts before use `start` and is done "
+          "before use `needed`. With `from_copy`, it reads the kept copy instead of the sharded parts.")
       .def_property_readonly(
           "chunk_gathers",
           [](const StepSchedule& s) {
@@ -182,19 +208,20 @@ void define_arena(py::class_<StepSchedule>& schedule) {
             }
             return all;
           },
-          "Pairs of a weight and a use, during which all chunks of the weight are gathered. The part that is not in "
-          "chunks is one of `gathers`.")
+          "For each gather in chunks: (weight, use), with the index of the original weight. All chunks are gathered "
+          "during the use. The part that is not in chunks is one of `gathers`.")
       .def_property_readonly(
           "reductions",
           [](const StepSchedule& s) {
-            std::vector<std::tuple<int, int, int, int, bool>> all;
+            std::vector<ReductionParts> all;
             for (const Reduction& r : s.reductions) {
               all.emplace_back(r.weight, r.first, r.start, r.finish, r.in_chunks);
             }
             return all;
           },
-          "For each reduction: weight, the first use in which the gradient exists, the use after which the reduction "
-          "starts, the use after which it is done, and True if it is in chunks, which are reduced during these uses.");
+          "For each reduction: (weight, first, start, finish, in_chunks). The gradient exists from use `first` on. The "
+          "reduction starts after use `start` and is done after use `finish`. With `in_chunks`, chunks are reduced "
+          "during the uses from `first` to `start`, and only the rest after `start`.");
 }
 
 // Defines sizes, activations and conversions to text.
@@ -210,15 +237,17 @@ void define_values(py::class_<StepSchedule>& schedule) {
                     "Maximum of the bytes of gradients that exist at once.")
       .def_readonly("peak_activation_bytes", &StepSchedule::peak_activation_bytes,
                     "Maximum of the bytes of activations that exist at once.")
-      .def_property_readonly("activations",
-                             [](const StepSchedule& s) {
-                               std::vector<ActivationParts> all;
-                               for (const Activation& a : s.options.activations) {
-                                 all.emplace_back(a.name, a.kept_bytes, a.bytes, a.gather_ps, a.saved, a.first, a.last,
-                                                  a.until);
-                               }
-                               return all;
-                             })
+      .def_property_readonly(
+          "activations",
+          [](const StepSchedule& s) {
+            std::vector<ActivationParts> all;
+            for (const Activation& a : s.options.activations) {
+              all.emplace_back(a.name, a.kept_bytes, a.bytes, a.gather_ps, a.saved, a.first, a.last, a.until);
+            }
+            return all;
+          },
+          "For each activation: (name, kept_bytes, bytes, gather_ps, saved, first, last, until), as given to the "
+          "constructor.")
       .def_property_readonly(
           "activation_gathers",
           [](const StepSchedule& s) {
@@ -228,10 +257,14 @@ void define_values(py::class_<StepSchedule>& schedule) {
             }
             return all;
           },
-          "By activation: the use in which its gather starts, and the activation whose turn begins then (-1: the "
-          "gather starts before the use).")
-      .def_property_readonly("peak_bytes", &StepSchedule::peak_bytes)
-      .def("to_json", [](const StepSchedule& s) { return to_json(s); })
+          "For each activation: (start, trigger). Its gather starts in use `start`, when the turn of the activation "
+          "`trigger` begins. With a `trigger` of -1, the gather starts before the use.")
+      .def_property_readonly(
+          "peak_bytes", &StepSchedule::peak_bytes,
+          "Size of the arena, plus the maximum of the bytes of gradients and activations that exist at once, plus "
+          "`held_bytes`.")
+      .def(
+          "to_json", [](const StepSchedule& s) { return to_json(s); }, "Returns the schedule as JSON.")
       .def("__str__", [](const StepSchedule& s) { return to_text(s); });
 }
 
@@ -250,10 +283,11 @@ void define_step_schedule(py::module_& m) {
                R"(Plans a step.
 
 Args:
-    weights: name; bytes of the sharded part, gathered, kept from first to last use, and of the gradient;
+    weights: each (name, rest_bytes, use_bytes, keep_bytes, gradient_bytes, gather_ps, reduce_ps, fetch_ps, send_ps):
+        bytes of the sharded part, of the gathered weight, of what is kept from first to last use, and of the gradient;
         picoseconds of a gather, of a reduction, and of their copies from and to the host, or 0.
-    uses: indices of the weights that are needed; "forward", "recompute" or "backward"; weights whose gradients are
-        complete afterwards; picoseconds of the compute, or 0.
+    uses: each (weights, pass, gradients, compute_ps): indices of the weights that are needed; "forward", "recompute"
+        or "backward"; weights whose gradients are complete afterwards; picoseconds of the compute, or 0.
     budget_bytes: memory limit for gathered weights, kept copies, gathered activations, gradients and `held_bytes`.
     prefetch: number of weight changes by which gathers are ahead. None: the least number whose predicted step is
         within 1% of the fastest within the budget.
@@ -261,15 +295,18 @@ Args:
     held_bytes: part of the budget that is always in use outside of the arena.
     gather_until: by use, the last use whose weights should be gathered or being gathered at it; a value below the
         use requires nothing.
-    chunked_weights: weights that may be gathered in chunks: index; bytes and picoseconds of the part that is
-        gathered before the use; bytes of the chunks that exist at a time, picoseconds of all chunks, and their
-        number; whether backwards are allowed too; and the chunked reduction of the gradient: its products (none: not
-        in chunks), each with picoseconds of all chunks, picoseconds of one chunk, and its use (-1: the one that
-        completes the gradient), picoseconds of the rest, and bytes of the gradient meanwhile.
+    chunked_weights: weights that may be gathered in chunks, each (weight, use_bytes, gather_ps, chunk_bytes,
+        transfer_ps, num_chunks, in_backwards, reduction): index; bytes and picoseconds of the part that is gathered
+        before the use; bytes of the chunks that exist at a time, picoseconds of all chunks, and their number; True if
+        backwards may gather chunks too; the reduction of the gradient in chunks. A reduction is (products, rest_ps,
+        gradient_bytes): its products (none: not in chunks), picoseconds of the part that is not in chunks, and bytes
+        of the gradient meanwhile. A product is (transfer_ps, last_chunk_ps, use): picoseconds of all chunks and of one
+        chunk, and its use (-1: the one that completes the gradient).
     may_add_chunks: adds the bytes of chunks to the budget.
-    activations: activations of which parts are kept, in the order in which they are needed: name; bytes kept and
-        gathered; picoseconds of a gather, or 0; the use that saves it, the first and last use that need it, and the
-        activation in whose turn it is needed last.
+    activations: activations of which parts are kept, in the order in which they are needed, each (name, kept_bytes,
+        bytes, gather_ps, saved, first, last, until): bytes of the kept part and of the gathered activation; picoseconds
+        of a gather, or 0; the use that saves it, the first and the last use that need it, and the activation in whose
+        turn it is needed last.
 
 Raises:
     ValueError: the budget is too small (the message names one that suffices), or the arguments are invalid.)");

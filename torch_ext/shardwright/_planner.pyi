@@ -1231,10 +1231,13 @@ class StepSchedule:
         """Plans a step.
 
         Args:
-            weights: name; bytes of the sharded part, gathered, kept from first to last use, and of the gradient;
-                picoseconds of a gather, of a reduction, and of their copies from and to the host, or 0.
-            uses: indices of the weights that are needed; "forward", "recompute" or "backward"; weights whose gradients
-                are complete afterwards; picoseconds of the compute, or 0.
+            weights: each (name, rest_bytes, use_bytes, keep_bytes, gradient_bytes, gather_ps, reduce_ps, fetch_ps,
+                send_ps): bytes of the sharded part, of the gathered weight, of what is kept from first to last use, and
+                of the gradient; picoseconds of a gather, of a reduction, and of their copies from and to the host, or
+                0.
+            uses: each (weights, pass, gradients, compute_ps): indices of the weights that are needed; "forward",
+                "recompute" or "backward"; weights whose gradients are complete afterwards; picoseconds of the compute,
+                or 0.
             budget_bytes: memory limit for gathered weights, kept copies, gathered activations, gradients and
                 `held_bytes`.
             prefetch: number of weight changes by which gathers are ahead. None: the least number whose predicted step
@@ -1243,15 +1246,18 @@ class StepSchedule:
             held_bytes: part of the budget that is always in use outside of the arena.
             gather_until: by use, the last use whose weights should be gathered or being gathered at it; a value below
                 the use requires nothing.
-            chunked_weights: weights that may be gathered in chunks: index; bytes and picoseconds of the part that is
+            chunked_weights: weights that may be gathered in chunks, each (weight, use_bytes, gather_ps, chunk_bytes,
+                transfer_ps, num_chunks, in_backwards, reduction): index; bytes and picoseconds of the part that is
                 gathered before the use; bytes of the chunks that exist at a time, picoseconds of all chunks, and their
-                number; whether backwards are allowed too; and the chunked reduction of the gradient: its products
-                (none: not in chunks), each with picoseconds of all chunks, picoseconds of one chunk, and its use (-1:
-                the one that completes the gradient), picoseconds of the rest, and bytes of the gradient meanwhile.
+                number; True if backwards may gather chunks too; the reduction of the gradient in chunks. A reduction is
+                (products, rest_ps, gradient_bytes): its products (none: not in chunks), picoseconds of the part that is
+                not in chunks, and bytes of the gradient meanwhile. A product is (transfer_ps, last_chunk_ps, use):
+                picoseconds of all chunks and of one chunk, and its use (-1: the one that completes the gradient).
             may_add_chunks: adds the bytes of chunks to the budget.
-            activations: activations of which parts are kept, in the order in which they are needed: name; bytes kept
-                and gathered; picoseconds of a gather, or 0; the use that saves it, the first and last use that need it,
-                and the activation in whose turn it is needed last.
+            activations: activations of which parts are kept, in the order in which they are needed, each (name,
+                kept_bytes, bytes, gather_ps, saved, first, last, until): bytes of the kept part and of the gathered
+                activation; picoseconds of a gather, or 0; the use that saves it, the first and the last use that need
+                it, and the activation in whose turn it is needed last.
 
         Raises:
             ValueError: the budget is too small (the message names one that suffices), or the arguments are invalid.
@@ -1268,33 +1274,45 @@ class StepSchedule:
 
     @property
     def lanes(self) -> dict[str, Any] | None:
-        """Predicted (begin, end) in picoseconds of "uses", "gathers", "reductions" and "activations", of "fetches" from
-        the host by gather, and of "sends" to the host by reduction; "chunks" within uses, each as weight, use, whether
-        it is a reduction, and (begin, end); "compute_ps", "transfer_ps", "copy_ps", "total_ps". None without times."""
+        """The predicted times of the step, by name; None if the durations of uses or gathers are unknown.
+
+        A span is (begin_ps, end_ps), in picoseconds from the beginning of the step.
+
+        - ``uses``, ``gathers``, ``reductions``, ``activations``: a span for each item of the schedule's list of this
+          name. An activation's span is that of its gather.
+        - ``fetches``: for each gather, the span of the copy from the host.
+        - ``sends``: for each reduction, the span of the copy to the host.
+        - ``chunks``: (weight, use, is_reduction, span) of all chunks that are transferred for a weight within a use,
+          for its gather or for the reduction of its gradient.
+        - ``compute_ps``, ``transfer_ps``, ``copy_ps``: the sums of the durations of uses, transfers and copies.
+        - ``total_ps``: the duration of the step.
+        """
 
     @property
     def uses(self) -> list[tuple[list[int], str, list[int], int]]:
-        """For each use: weights, pass, weights whose gradients are complete afterwards, and picoseconds of the compute,
-        or 0."""
+        """For each use: (weights, pass, gradients, compute_ps), as given to the constructor. A weight that is gathered
+        in chunks is replaced by its chunked weight (`original_of`)."""
 
     @property
     def buffers(self) -> list[tuple[int, bool, int, int, int, int]]:
-        """For each buffer in the arena: weight, True for a kept copy, first and last use, size and offset in bytes."""
+        """For each buffer in the arena: (weight, is_kept_copy, first, last, size_bytes, offset_bytes). It exists from
+        use `first` to use `last`."""
 
     @property
     def gathers(self) -> list[tuple[int, int, int, int, bool]]:
-        """For each gather: weight, buffer, the use before which it starts, the use that needs it, and True if it reads
-        the kept copy."""
+        """For each gather: (weight, buffer, start, needed, from_copy). It starts before use `start` and is done before
+        use `needed`. With `from_copy`, it reads the kept copy instead of the sharded parts."""
 
     @property
     def chunk_gathers(self) -> list[tuple[int, int]]:
-        """Pairs of a weight and a use, during which all chunks of the weight are gathered. The part that is not in
-        chunks is one of `gathers`."""
+        """For each gather in chunks: (weight, use), with the index of the original weight. All chunks are gathered
+        during the use. The part that is not in chunks is one of `gathers`."""
 
     @property
     def reductions(self) -> list[tuple[int, int, int, int, bool]]:
-        """For each reduction: weight, the first use in which the gradient exists, the use after which the reduction
-        starts, the use after which it is done, and True if it is in chunks, which are reduced during these uses."""
+        """For each reduction: (weight, first, start, finish, in_chunks). The gradient exists from use `first` on. The
+        reduction starts after use `start` and is done after use `finish`. With `in_chunks`, chunks are reduced during
+        the uses from `first` to `start`, and only the rest after `start`."""
 
     def to_svg(self) -> str:
         """Returns the step as a standalone SVG picture: compute, transfers, and the buffers in the arena."""
@@ -1316,15 +1334,22 @@ class StepSchedule:
         """Maximum of the bytes of activations that exist at once."""
 
     @property
-    def activations(self) -> list[tuple[str, int, int, int, int, int, int, int]]: ...
-    @property
-    def activation_gathers(self) -> list[tuple[int, int]]:
-        """By activation: the use in which its gather starts, and the activation whose turn begins then (-1: the gather
-        starts before the use)."""
+    def activations(self) -> list[tuple[str, int, int, int, int, int, int, int]]:
+        """For each activation: (name, kept_bytes, bytes, gather_ps, saved, first, last, until), as given to the
+        constructor."""
 
     @property
-    def peak_bytes(self) -> int: ...
-    def to_json(self) -> str: ...
+    def activation_gathers(self) -> list[tuple[int, int]]:
+        """For each activation: (start, trigger). Its gather starts in use `start`, when the turn of the activation
+        `trigger` begins. With a `trigger` of -1, the gather starts before the use."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """Size of the arena, plus the maximum of the bytes of gradients and activations that exist at once, plus
+        `held_bytes`."""
+
+    def to_json(self) -> str:
+        """Returns the schedule as JSON."""
 
 def overlapping_budget_bytes(
     weights: Sequence[tuple[str, int, int, int, int, int, int, int, int]],
