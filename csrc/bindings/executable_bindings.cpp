@@ -107,7 +107,7 @@ std::pair<at::Tensor, bool> start_registered(const ExecutableView& view, const a
 }
 
 // Defines functions on process groups and on the memory of tensors.
-void define_memory_of_peers(py::module_& m) {
+void define_groups_and_memory(py::module_& m) {
   m.def(
       "use_peer_copies",
       [](const std::string& group_name, const std::string& device_name, int64_t arena_bytes, int64_t min_bytes) {
@@ -232,7 +232,7 @@ void define_runs(py::class_<ExecutableView>& executable) {
 }  // namespace
 
 void define_executable(py::module_& m) {
-  define_memory_of_peers(m);
+  define_groups_and_memory(m);
   py::class_<ExecutableView> executable(m, "Executable",
                                         "A program bound to process groups, which it does not keep alive.");
   py::class_<CompiledView>(m, "CompiledProgram",
