@@ -87,7 +87,8 @@ void define_measurements(TablesClass& tables) {
             tables.environment = topology;
             return tables;
           },
-          py::arg("topology"), "Returns tables with the topology of the environment variable, or with None.")
+          py::arg("topology"),
+          "Returns tables in which the environment variable ``SHARDWRIGHT_TOPOLOGY`` gives this topology, or none.")
       .def(
           "measured_topology",
           [](const PlanningTables& tables, const std::string& backend) { return value_at(tables.topologies, backend); },

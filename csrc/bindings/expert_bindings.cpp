@@ -111,11 +111,11 @@ void define_index_arithmetic(py::module_& m) {
   m.def("drop_beyond_capacity", &drop_codes_beyond_capacity, py::arg("codes"), py::arg("taken"), py::arg("capacity"),
         ReleaseGil(),
         "Limits the number of tokens of each replica to `capacity`; a replica has ``taken[replica]`` tokens already. "
-        "Returns (codes, in which those of further tokens are 0; the number of these).");
+        "Returns (codes, number of dropped codes). Dropped codes, those of further tokens, are 0.");
   m.def(
       "route_rows", &routes_of, py::arg("codes"), py::arg("target_of_replica"), py::arg("num_ranks"), ReleaseGil(),
-      "Returns (`send_rows` and `rows_of_token` of a `RowExchange`, number of rows for each rank, number of codes for "
-      "each rank). A replica whose target is -1 is not sent.");
+      "Returns (send_rows, rows_of_token, number of rows for each rank, number of codes for each rank). The first two "
+      "are arguments of a `RowExchange`. Codes of replicas whose target is -1 are not sent.");
   m.def("expand_rows", &expansion_of, py::arg("codes"), py::arg("first_replica"), py::arg("num_local"),
         py::arg("origins"), ReleaseGil(),
         "Returns (pairs, copies, counts) for the replicas of this rank, from the codes of received rows. `pairs`: for "
@@ -140,8 +140,8 @@ void define_device_arithmetic(py::module_& m) {
             return std::make_tuple(routes.send_rows, routes.rows_of_token, routes.dropped);
           },
           py::arg("codes"), py::arg("rows_per_rank"), ReleaseGil(),
-          "Returns (`send_rows` and `rows_of_token` of a `RowExchange` with `rows_per_rank` rows for each rank, number "
-          "of codes without a row).");
+          "Returns (send_rows, rows_of_token, number of codes without a row). The first two are arguments of a "
+          "`RowExchange` with `rows_per_rank` rows for each rank.");
   m.def(
       "expand_rows_on_device",
       [](const at::Tensor& codes, int64_t first_replica, int64_t num_local, const std::optional<at::Tensor>& origins,

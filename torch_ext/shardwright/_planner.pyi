@@ -566,7 +566,7 @@ class PlanningTables:
         """Returns tables without measured topologies and models."""
 
     def with_environment(self, topology: Topology | None) -> PlanningTables:
-        """Returns tables with the topology of the environment variable, or with None."""
+        """Returns tables in which the environment variable ``SHARDWRIGHT_TOPOLOGY`` gives this topology, or none."""
 
     def measured_topology(self, backend: str) -> Topology | None:
         """Returns the measured topology, or None."""

@@ -234,13 +234,13 @@ def count_by_replica(codes: torch.Tensor, num_replicas: int) -> torch.Tensor:
 
 def drop_beyond_capacity(codes: torch.Tensor, taken: torch.Tensor, capacity: int) -> tuple[torch.Tensor, int]:
     """Limits the number of tokens of each replica to `capacity`; a replica has ``taken[replica]`` tokens already.
-    Returns (codes, in which those of further tokens are 0; the number of these)."""
+    Returns (codes, number of dropped codes). Dropped codes, those of further tokens, are 0."""
 
 def route_rows(
     codes: torch.Tensor, target_of_replica: Sequence[int], num_ranks: int
 ) -> tuple[torch.Tensor, torch.Tensor, list[int], list[int]]:
-    """Returns (`send_rows` and `rows_of_token` of a `RowExchange`, number of rows for each rank, number of codes for
-    each rank). A replica whose target is -1 is not sent."""
+    """Returns (send_rows, rows_of_token, number of rows for each rank, number of codes for each rank). The first two
+    are arguments of a `RowExchange`. Codes of replicas whose target is -1 are not sent."""
 
 def expand_rows(
     codes: torch.Tensor, first_replica: int, num_local: int, origins: torch.Tensor | None
@@ -257,8 +257,8 @@ class DevicePlacement:
         """Like `ExpertPlacement.choose` without nodes, on the device."""
 
     def route(self, codes: torch.Tensor, rows_per_rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns (`send_rows` and `rows_of_token` of a `RowExchange` with `rows_per_rank` rows for each rank, number
-        of codes without a row)."""
+        """Returns (send_rows, rows_of_token, number of codes without a row). The first two are arguments of a
+        `RowExchange` with `rows_per_rank` rows for each rank."""
 
 def expand_rows_on_device(
     codes: torch.Tensor, first_replica: int, num_local: int, origins: torch.Tensor | None, capacity: int, max_pairs: int
