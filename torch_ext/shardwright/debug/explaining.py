@@ -189,8 +189,8 @@ def _explained_step(step: RecordedStep, events: Trace) -> ExplainedStep:
             units = [unit_of[weight] for weight, *_ in transfers]
             copies = [(unit, span) for unit, span in zip(units, lanes[key]) if span[1] > span[0]]
             spans += [(lane, f"copy {step.names[unit]}", unit, span) for unit, span in copies]
-        for index, (activation, span) in enumerate(zip(schedule.activations, lanes["activations"])):
-            spans.append(("communication", f"gather activation {index}, {activation[0]}", -1, span))
+        for index, ((name, *_), span) in enumerate(zip(schedule.activations, lanes["activations"])):
+            spans.append(("communication", f"gather activation {index}, {name}", -1, span))
         for weight, _, is_reduction, span in lanes["chunks"]:
             text = f"{'reduce' if is_reduction else 'gather'} {step.names[unit_of[weight]]} in chunks"
             spans.append(("communication", text, unit_of[weight], span))

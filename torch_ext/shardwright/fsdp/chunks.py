@@ -226,7 +226,10 @@ class ChunkedUnit:
     def schedule_entry(
         self, in_backwards: bool, reduces: bool, computed: Sequence[tuple[int, int]]
     ) -> tuple[Any, ...] | None:
-        """Returns the sizes and times of the unit's chunked weight, for `StepSchedule`; None if it may have no chunks.
+        """Returns the unit's item of `chunked_weights` of `StepSchedule`, without the weight's index.
+
+        Returns (use_bytes, gather_ps, chunk_bytes, transfer_ps, num_chunks, in_backwards, reduction), or None if the
+        unit may have no chunks.
 
         Args:
             in_backwards: weights may be gathered in chunks in backwards.
@@ -249,10 +252,10 @@ class ChunkedUnit:
         )
 
     def _reduction(self, computed: Sequence[tuple[int, int]]) -> tuple[list[tuple[int, int, int]], int, int]:
-        """Returns the reductions in chunks, as a chunked weight has them.
+        """Returns the reduction of the unit's gradients in chunks, (products, rest_ps, gradient_bytes).
 
-        Returns a list with an item for each matmul (time of all chunks, time of one chunk, use; -1 if it is unknown),
-        the time to reduce the gradients that are not in chunks, and the bytes of all gradients.
+        A product is (transfer_ps, last_chunk_ps, use), with a use of -1 if it is unknown. `rest_ps` is the time to
+        reduce the gradients that are not in chunks, and `gradient_bytes` the size of all gradients.
         """
         trained = [weight for weight in self.unit.weights if weight.sharded.requires_grad]
         items, most_bytes = [], 0

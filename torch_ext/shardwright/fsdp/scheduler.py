@@ -373,14 +373,14 @@ class Plan:
         # The unit of each weight of the schedule: the additional weights are chunked weights of the units (chunks.py).
         unit_of = [weight if unit < 0 else unit for weight, unit in enumerate(schedule.original_of)]
         # By use: units gathered in chunks.
-        self.gathers_in_chunks = [{unit_of[w] for w in use[0] if unit_of[w] != w} for use in schedule.uses]
+        self.gathers_in_chunks = [{unit_of[w] for w in weights if unit_of[w] != w} for weights, *_ in schedule.uses]
         self.reduces_in_chunks: list[set[int]] = [set() for _ in schedule.uses]  # by use: units
-        for weight, buffer, start, _, _ in schedule.gathers:
-            gather = unit_of[weight], schedule.buffers[buffer][5], unit_of[weight] != weight
-            self.gathers.setdefault(start, []).append(gather)
+        offsets = [offset for *_, offset in schedule.buffers]
+        for weight, buffer, start, *_ in schedule.gathers:
+            self.gathers.setdefault(start, []).append((unit_of[weight], offsets[buffer], unit_of[weight] != weight))
         self.copies: dict[int, tuple[int, int]] = {}  # by unit: arena offset of its kept copy, and the copy's last use
-        for weight, is_copy, _, last, _, offset in schedule.buffers:
-            if is_copy:
+        for weight, is_kept_copy, _, last, _, offset in schedule.buffers:
+            if is_kept_copy:
                 self.copies[weight] = (offset, last)
             else:
                 self.releases.setdefault(last, []).append(unit_of[weight])
