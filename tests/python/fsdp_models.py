@@ -97,6 +97,12 @@ def agreement_bytes(model: nn.Module, events: int = 3) -> int:
     return sum(-(-2 * (size - 1) * each // size) for size in sizes for each in sent if math.prod(sizes) > 1)
 
 
+def last_reduction_is_in_chunks(schedule: Any) -> bool:
+    """Returns True if the last reduction of a `StepSchedule` is in chunks."""
+    *_, in_chunks = schedule.reductions[-1]
+    return bool(in_chunks)
+
+
 def received_bytes(model: nn.Module, units: Sequence[nn.Module | Sequence[nn.Module]]) -> int:
     """Returns the bytes this rank receives in a step: gathered weights, in chunks or not, and float32 gradients.
 

@@ -73,10 +73,11 @@ def _scheduled(mesh_shape: tuple[int, ...], reentrant: bool | None) -> None:
     lanes = schedule.lanes
     assert (lanes is not None) == (mesh_shape[0] > 1), "without transfers of weights there are none to predict"
     if lanes is not None:
-        assert [end - begin for begin, end in lanes["activations"]] == [each[3] for each in schedule.activations]
-        assert all(
-            begin <= lanes["uses"][each[5]][1] for each, (begin, _) in zip(schedule.activations, lanes["activations"])
-        )
+        gather_ps = [each_ps for _, _, _, each_ps, *_ in schedule.activations]
+        assert [end - begin for begin, end in lanes["activations"]] == gather_ps
+        for (*_, first, _, _), (begin, _) in zip(schedule.activations, lanes["activations"]):
+            _, end_of_use = lanes["uses"][first]
+            assert begin <= end_of_use
         (explained,) = sw.explain(lambda: run(cut, batch(9, data_rank, 3)))[-1:]
         gathers = [event for event in explained.predicted if event.instruction.startswith("gather activation")]
         assert len(gathers) == LAYERS

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import meshes
 import shardwright as sw
 from allocations import allocated_peak
-from fsdp_models import flat_fully_shard, full, received_bytes, without_packing
+from fsdp_models import flat_fully_shard, full, last_reduction_is_in_chunks, received_bytes, without_packing
 from meshes import get_mesh
 from pool import Pool
 from shardwright.fsdp import api, runner
@@ -121,7 +121,7 @@ def _trains(mesh_shape: tuple[int, ...], recomputes: bool) -> None:
         assert_trains_as_unsharded(model, Chain(width).to(meshes.device), width, 5)
         schedule = sw.fsdp.schedule(model)
         if mesh.size() == 1:
-            assert max(schedule.original_of) < 0 and not schedule.reductions[-1][4], "nothing is moved"
+            assert max(schedule.original_of) < 0 and not last_reduction_is_in_chunks(schedule), "nothing is moved"
             return
         in_chunks = gathered_in_chunks(schedule)
         backwards = [unit for kind, unit in in_chunks if kind == "backward"]
@@ -130,8 +130,7 @@ def _trains(mesh_shape: tuple[int, ...], recomputes: bool) -> None:
             assert sorted(backwards) == ([] if recomputes else [1, 2]), str(schedule)
         if len(mesh_shape) > 1 and meshes.device != "cpu":
             return  # one all-reduce over both mesh dims, without chunks, is predicted to be faster
-        last = schedule.reductions[-1]
-        assert last[0] == 1 and last[4], str(schedule)
+        assert last_reduction_is_in_chunks(schedule) and schedule.reductions[-1][0] == 1, str(schedule)
         assert "in chunks: reduce the gradient of layers.0" in str(schedule)
         texts: list[str] = [""] * mesh.size()
         dist.all_gather_object(texts, str(schedule))
@@ -168,7 +167,7 @@ def _traced() -> tuple[list[Any], list[Any]]:
         x = torch.randn(256, width).to(meshes.device).requires_grad_()
         for _ in range(4):
             loss_of(model, x).backward()
-        assert sw.fsdp.schedule(model).reductions[-1][4]
+        assert last_reduction_is_in_chunks(sw.fsdp.schedule(model))
         loss = loss_of(model, x)
         dist.barrier()
         with sw.debug.trace() as events:
@@ -253,7 +252,7 @@ def _other_steps(recomputes: bool) -> None:
     model = chain(mesh, width, recomputes, chunked=True, prefetch=0)
     assert_trains_as_unsharded(model, unsharded, width, 4)
     assert recomputes or "backward" in {kind for kind, _ in gathered_in_chunks(sw.fsdp.schedule(model))}
-    assert sw.fsdp.schedule(model).reductions[-1][4]
+    assert last_reduction_is_in_chunks(sw.fsdp.schedule(model))
 
     def assert_same_gradients(ours: list[torch.Tensor], factor: float = 1.0) -> None:
         """Compares with gradients of the unsharded model. `ours` are this rank's losses of batches 0, 1, ..."""
@@ -348,7 +347,8 @@ def _recomputes_within() -> None:
         model, unsharded = chain(get_mesh((2,)), width, layer=Recomputing, **CHUNKS), Chain(width, layer=Recomputing)
         assert_trains_as_unsharded(model, unsharded.to(meshes.device), width, 5)
         schedule = sw.fsdp.schedule(model)
-        assert "backward" in {kind for kind, _ in gathered_in_chunks(schedule)} and schedule.reductions[-1][4]
+        assert "backward" in {kind for kind, _ in gathered_in_chunks(schedule)}
+        assert last_reduction_is_in_chunks(schedule)
         with sw.debug.wire_meter() as meter:
             loss_of(model, batch(9, dist.get_rank(), width)).backward()
         expected = received_bytes(model, [[], *model.layers])

@@ -315,7 +315,7 @@ def _kept_copies() -> None:
         def model_of(limit: int | None, options: dict[str, Any] = options) -> Model:
             return wrapped(Model(), **options, outermost={"memory_limit": limit, "prefetch": 0})
 
-        model = model_with_schedule(model_of, lambda s: sum(g[4] for g in s.gathers) >= 3)
+        model = model_with_schedule(model_of, lambda s: sum(from_copy for *_, from_copy in s.gathers) >= 3)
         assert_equals_unsharded(train(model_of(sw.fsdp.schedules(model)[0].peak_bytes), 3, [dist.get_rank()]), 4)
         schedule = sw.fsdp.schedules(model)[0]
         units = [[*layer.parameters()] for layer in model.layers]
@@ -332,7 +332,7 @@ def _kept_copies() -> None:
         missing = [sum(p.numel() - p.to_local().numel() for p in unit) * 4 for unit in units]
         missing_of_copy = [sum(p.numel() - kept_numel(p) for p in unit) * 4 for unit in units]
         assert all(a > b > 0 for a, b in zip(missing, missing_of_copy))
-        gathered = sum((missing_of_copy if g[4] else missing)[g[0]] for g in schedule.gathers)
+        gathered = sum((missing_of_copy if from_copy else missing)[unit] for unit, *_, from_copy in schedule.gathers)
         total = received_bytes(model)
         reductions = total - gathered
         # The reductions are those of a model that keeps no copies.
@@ -342,7 +342,7 @@ def _kept_copies() -> None:
         train(plain, 1, [dist.get_rank()])
         simple = sw.fsdp.schedules(plain)[0]
         assert len(simple.reductions) == len(schedule.reductions)
-        assert reductions == received_bytes(plain) - sum(missing[g[0]] for g in simple.gathers)
+        assert reductions == received_bytes(plain) - sum(missing[unit] for unit, *_ in simple.gathers)
 
 
 def test_kept_copies_save_gathered_bytes(pool: Pool) -> None:
