@@ -123,8 +123,8 @@ class MeshDimPicture {
     svg_.text(icon.x + kIcon + 8, icon.y + 29, note(layout, mesh_dim), kNote);
   }
 
-  // Fills the first of `num_ranks` slices, or of fewer slices if so many could not be told apart. If parts have several
-  // runs, fills the first slice of each run.
+  // Fills the first of `num_ranks` slices, or of 8 if there are more, so that slices can be told apart. If parts have
+  // several runs, draws up to 3 runs of up to 4 slices, and fills the first slice of each run.
   void draw_cut_icon(const Rect& icon, const Placement& placement, int64_t n, int64_t num_ranks) {
     const auto pieces = static_cast<double>(std::min<int64_t>(placement.rule.runs(n, num_ranks), 3));
     const auto slices = pieces * static_cast<double>(std::min<int64_t>(num_ranks, pieces > 1 ? 4 : 8));

@@ -32,7 +32,7 @@ std::vector<Access> accesses_of(const Program& program, const Operation& operati
 //
 //   - compute that writes elements which the transfer reads or writes, or reads elements which it writes; other parts
 //     of the same buffer do not matter;
-//   - a Wait whose transfer accesses elements in such a way;
+//   - a Wait whose transfer writes elements that this transfer reads or writes, or reads elements that it writes;
 //   - everything before it, if the life of a buffer begins with the transfer (Program::lifetimes): the allocator may
 //     give the buffer memory that the host has freed but that earlier work, which has not run yet, still uses.
 //
