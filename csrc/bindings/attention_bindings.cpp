@@ -157,7 +157,7 @@ void define_attention(py::module_& m) {
       .def(py::init(&attention_of), py::arg("mesh"), py::arg("dtype"), py::arg("sizes"), py::arg("parts"),
            py::kw_only(), py::arg("key_parts"), py::arg("keys_are_whole"), py::arg("is_causal"), py::arg("window"),
            py::arg("documents"), py::arg("mask"), py::arg("scale"), py::arg("chunks"), py::arg("lowering"),
-           R"(Attention with the method ``"serial"``; `with_method` returns other ones.
+           R"(Makes an attention with the method ``"serial"``; `with_method` changes the method.
 
 Args:
     mesh: a mesh of one dim.
@@ -175,8 +175,8 @@ Args:
 Raises:
     ValueError: the arguments contradict each other.)")
       .def("with_method", &with_method, py::arg("method"), py::arg("topology"),
-           "Returns this attention with another method. ``\"two_level\"`` needs a topology with nodes; for other ones "
-           "it raises ValueError.")
+           "Returns this attention with another method. Raises ValueError if the method is not possible: "
+           "``\"two_level\"`` needs a topology with nodes.")
       .def("with_mask", &with_mask, py::arg("mask"),
            "Returns this attention for a mask tensor of this dtype and shape. Raises ValueError if they do not fit.")
       .def_property_readonly("method", [](const Attention& a) { return method_name(a.method); })

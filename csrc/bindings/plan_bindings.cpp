@@ -65,8 +65,8 @@ void define_step(py::module_& m) {
           "The predicted time with the plan's topology, in microseconds.")
       .def_property_readonly(
           "replica_policy", [](const StepView& s) { return replica_policy_name(s.step.policy); },
-          "The way in which replicas (ranks with equal data) share the sending of it. ``\"aligned\"``: each receiver "
-          "gets its data from one replica. ``\"whole_messages\"``: the replicas divide the messages. "
+          "The way in which replicas (ranks with equal data) share the sending of the data. ``\"aligned\"``: each "
+          "receiver gets its data from one replica. ``\"whole_messages\"``: the replicas divide the messages. "
           "``\"even_bytes\"``: they divide the elements, which splits some messages. ``\"node_local\"``: each replica "
           "sends to its own node, and they divide the remaining messages.")
       .def_property_readonly(

@@ -123,7 +123,8 @@ void define_devices(py::module_& m) {
   m.def(
       "check_no_open_group", [](const std::string& device) { check_no_open_group(c10::Device(device)); },
       py::arg("device"),
-      "Raises RuntimeError if this thread has an open group of NCCL calls, or the like for another type of device.");
+      "Raises RuntimeError if this thread has an open group of NCCL calls, or one that the registered query of another "
+      "type of device reports (`register_open_groups_query`).");
   m.def("num_stream_events_made", &num_stream_events_made, "Returns the number of device events that were created.");
   m.def(
       "register_device_copy",

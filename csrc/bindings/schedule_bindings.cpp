@@ -1,7 +1,7 @@
 // _planner: schedules of training steps.
 //
-// Python passes and gets tuples. The comment of each type of tuple below gives a struct (in schedule/schedule.h,
-// chunks.h or lanes.h), and those of its fields that are the elements of the tuple, in order.
+// Python passes and gets tuples. The comment of each type of tuple below names a struct (in schedule/schedule.h,
+// chunks.h or lanes.h), and the fields of the struct that are the elements of the tuple, in order.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

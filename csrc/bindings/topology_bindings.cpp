@@ -88,7 +88,7 @@ void define_topology(py::module_& m) {
       m, "Topology",
       "The latencies and bandwidths between ranks, in integer picoseconds, so that every rank computes the same "
       "plan.\n\nA node is `ranks_per_node` consecutive ranks (0: all ranks). Groups within a node use the link "
-      "`inside`, other groups `between`. `mesh_dims` has the links of mesh dims, by name, that differ from these.")
+      "`inside`, other groups `between`. `mesh_dims` has other links for some mesh dims, by name.")
       .def(
           py::init([](const Typed<std::string>& name, const Typed<int64_t>& ranks_per_node,
                       const Typed<int64_t>& step_ps, const Typed<int64_t>& memory_ps_per_kib, const Typed<Link>& inside,
@@ -114,7 +114,8 @@ void define_topology(py::module_& m) {
           [](const Typed<std::string>& name) {
             return std::make_shared<Topology>(Topology::named(text(name, "topology")));
           },
-          py::arg("name"), "Returns a built-in topology. Raises ValueError that lists the names for other ones.")
+          py::arg("name"),
+          "Returns a built-in topology. Raises ValueError for other names; the message lists the names.")
       .def_static("names", &Topology::names, "Returns the names of the built-in topologies.")
       .def_readonly("name", &Topology::name, "The name, which plans report.")
       .def_readonly("ranks_per_node", &Topology::ranks_per_node, "Number of consecutive ranks on a node; 0: all ranks.")

@@ -99,7 +99,7 @@ class Topology:
     """The latencies and bandwidths between ranks, in integer picoseconds, so that every rank computes the same plan.
 
     A node is `ranks_per_node` consecutive ranks (0: all ranks). Groups within a node use the link `inside`, other
-    groups `between`. `mesh_dims` has the links of mesh dims, by name, that differ from these.
+    groups `between`. `mesh_dims` has other links for some mesh dims, by name.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Topology:
     ) -> None: ...
     @staticmethod
     def named(name: str) -> Topology:
-        """Returns a built-in topology. Raises ValueError that lists the names for other ones."""
+        """Returns a built-in topology. Raises ValueError for other names; the message lists the names."""
 
     @staticmethod
     def names() -> list[str]:
@@ -387,10 +387,10 @@ class Step:
 
     @property
     def replica_policy(self) -> str:
-        """The way in which replicas (ranks with equal data) share the sending of it. ``"aligned"``: each receiver gets
-        its data from one replica. ``"whole_messages"``: the replicas divide the messages. ``"even_bytes"``: they divide
-        the elements, which splits some messages. ``"node_local"``: each replica sends to its own node, and they divide
-        the remaining messages."""
+        """The way in which replicas (ranks with equal data) share the sending of the data. ``"aligned"``: each receiver
+        gets its data from one replica. ``"whole_messages"``: the replicas divide the messages. ``"even_bytes"``: they
+        divide the elements, which splits some messages. ``"node_local"``: each replica sends to its own node, and they
+        divide the remaining messages."""
 
     @property
     def wire_bytes_max(self) -> int:
@@ -1143,7 +1143,7 @@ class Attention:
         chunks: int,
         lowering: Lowering,
     ) -> None:
-        """Attention with the method ``"serial"``; `with_method` returns other ones.
+        """Makes an attention with the method ``"serial"``; `with_method` changes the method.
 
         Args:
             mesh: a mesh of one dim.
@@ -1163,8 +1163,8 @@ class Attention:
         """
 
     def with_method(self, method: str, topology: Topology | None) -> Attention:
-        """Returns this attention with another method. ``"two_level"`` needs a topology with nodes; for other ones it
-        raises ValueError."""
+        """Returns this attention with another method. Raises ValueError if the method is not possible: ``"two_level"``
+        needs a topology with nodes."""
 
     def with_mask(self, mask: tuple[str, tuple[int, int, int, int]]) -> Attention:
         """Returns this attention for a mask tensor of this dtype and shape. Raises ValueError if they do not fit."""

@@ -397,7 +397,8 @@ def register_open_groups_query(device_type: str, address: int) -> None:
     """Registers the OpenGroupsQuery (csrc/runtime/open_groups.h) at this address."""
 
 def check_no_open_group(device: str) -> None:
-    """Raises RuntimeError if this thread has an open group of NCCL calls, or the like for another type of device."""
+    """Raises RuntimeError if this thread has an open group of NCCL calls, or one that the registered query of another
+    type of device reports (`register_open_groups_query`)."""
 
 def num_stream_events_made() -> int:
     """Returns the number of device events that were created."""
