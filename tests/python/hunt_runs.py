@@ -231,7 +231,10 @@ class Run(Passes):
             for parameter in self.parameters.values():
                 parameter.grad = None
         if step.remakes:
+            before = {name: type(p) for name, p in self.parameters.items()}
             self.take_parameters()
+            if self.engine == "shardwright" and before != {name: type(p) for name, p in self.parameters.items()}:
+                self.optimizer.step()  # must raise, because modules have unsharded weights after this step
 
     def _new(self, index: int, name: str) -> torch.Tensor:
         """Returns a new random value of a weight."""

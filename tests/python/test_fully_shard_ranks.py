@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import shardwright as sw
 from fsdp_models import batch, flat_fully_shard, full
@@ -150,26 +150,43 @@ def test_losses_that_lead_to_other_units_raise(pool: Pool, num_steps: int) -> No
     pool.run(_different_losses, 2, num_steps)
 
 
-def _write_on_one_rank(num_steps: int) -> None:
-    for stays in (False, True):
-        model, unsharded = _sharded(get_mesh((2,)), reshard_after_forward=not stays), Blocks()
-        for step in range(num_steps):
+def _write_on_one_rank(num_steps: int, name: str) -> None:
+    options = WRITTEN[name]
+    model, unsharded = _sharded(get_mesh((2,)), **options), Blocks()
+
+    def train(step: int) -> None:
+        if "message_format" not in options:
             _train_step(model, unsharded, step)
-        for syncs in (True, False):
-            model.set_requires_gradient_sync(syncs)  # type: ignore[operator]
-            loss = model(batch(0), ALL)()[-1].sum()
-            if dist.get_rank() == 1:
-                with torch.no_grad():
-                    model.blocks[1][0].weight.mul_(1)
-            _raises(loss.backward, f"{DIFFERS}|0.weight was written between a forward and its backward")
-            model.zero_grad()
-        model.set_requires_gradient_sync(True)  # type: ignore[operator]
-        _train_step(model, unsharded, 1)
+            return
+        model(batch(step), ALL)()[-1].sum().backward()
+        model.zero_grad()
+
+    for step in range(num_steps):
+        train(step)
+    for syncs in (True, False):
+        model.set_requires_gradient_sync(syncs)  # type: ignore[operator]
+        loss = model(batch(0), ALL)()[-1].sum()
+        if dist.get_rank() == 1:
+            with torch.no_grad():
+                model.blocks[1][0].weight.mul_(1)
+        _raises(loss.backward, f"{DIFFERS}|0.weight was written between a forward and its backward")
+        model.zero_grad()
+    model.set_requires_gradient_sync(True)  # type: ignore[operator]
+    train(1)
 
 
+WRITTEN: dict[str, dict[str, Any]] = {
+    "released": {"reshard_after_forward": True},
+    "gathered": {"reshard_after_forward": False},
+    "replicas": {"placements": lambda p: [Replicate()], "store_placements": lambda p: [Shard(0)]},
+    "float8": {"message_format": "float8"},
+}
+
+
+@pytest.mark.parametrize("name", list(WRITTEN))
 @pytest.mark.parametrize("num_steps", [0, 3])
-def test_a_write_on_one_rank_raises_on_all(pool: Pool, num_steps: int) -> None:
-    pool.run(_write_on_one_rank, 2, num_steps)
+def test_a_write_on_one_rank_raises_on_all(pool: Pool, num_steps: int, name: str) -> None:
+    pool.run(_write_on_one_rank, 2, num_steps, name)
 
 
 def _penalties() -> None:

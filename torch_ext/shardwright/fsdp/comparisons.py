@@ -148,7 +148,7 @@ class Comparisons:
 
     def note_gather(self, unit: Unit) -> None:
         """Notes that a gather of a unit starts, after a comparison if it is an event."""
-        self._note("gather", unit)
+        self._note("gather" if unit.is_prepared else "gather after a write", unit)
         self.gathered.append(unit)
 
     def note_reduction(self, unit_index: int, which: Sequence[int]) -> None:

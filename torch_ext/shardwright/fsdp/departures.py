@@ -15,7 +15,7 @@ import torch
 from ..runtime import counters
 from .reductions import Reductions
 from .scheduler import Clock, Plan, Use
-from .units import Unit, is_in_backward
+from .units import Unit, forget_written_copies, is_in_backward
 
 
 class Departures:
@@ -47,6 +47,12 @@ class Departures:
         """Compares an event with other ranks. If they differ, aborts the step and raises."""
         with self._aborting():
             self.reductions.comparisons.compare(self._reach(event), is_end)
+
+    def _forget_written_copies(self) -> None:
+        """Marks copies of parameters that any rank has written as stale."""
+        comparisons = self.reductions.comparisons
+        with self._aborting():
+            forget_written_copies(self.units, lambda flags: comparisons.compare("flags of writes", tables=flags))
 
     @contextlib.contextmanager
     def _aborting(self) -> Iterator[None]:
@@ -107,7 +113,12 @@ class Departures:
             return
         uses = range(index, next_event(plan, index, self._is_past_forward))
         num_reduced = len(self._uses[index - 1].gradients) if index > 0 else 0
+        written = [unit for unit in self.units if index > 0 and not unit.is_prepared]
+        for weight in (weight for unit in written for weight in unit.weights):
+            weight.mark_prepared(True)  # the other ranks start no transfers for the writes of this one
         run_transfers(self.units, self.reductions, self._arena, plan, uses, num_reduced, has_gathered)
+        for unit in written:
+            unit.forget_copies()
         self.reductions.comparisons.compares_transfers = True
         if event:
             self._compare(f"{event}, not as scheduled")

@@ -50,7 +50,7 @@ class WeightGather:
         self._device = device
         self.scale: torch.Tensor | None = None  # from `set_scales`; None if the format has no scale
         self._is_direct = type(format) is Format and format.dtype == use_dtype
-        self._scale_source: object = None  # source for which `scale` was set
+        self.scale_source: object = None  # source for which `scale` was set
         self._pending: _PendingGather | None = None  # the gather in progress
         # The received messages of the last gather, and their scale, if a matmul uses them without decoding.
         self.undecoded: tuple[list[torch.Tensor], torch.Tensor | None] | None = None
@@ -70,7 +70,7 @@ class WeightGather:
 
     def needs_scale(self, source: object) -> bool:
         """Returns true if the scale must be computed again, because it was set for another `source` (by ``==``)."""
-        return self.format.needs_amax and self._scale_source != source
+        return self.format.needs_amax and self.scale_source != source
 
     def amax(self, part: torch.Tensor) -> torch.Tensor:
         """Returns the amax of a shard, on the device. The shard may be on the host."""
@@ -79,7 +79,7 @@ class WeightGather:
     def set_scale(self, amax: torch.Tensor, source: object) -> None:
         """Sets the scale from the maximum over ranks of `amax`."""
         self.scale = self.format.scale_of(amax)
-        self._scale_source = source
+        self.scale_source = source
 
     def pairs(self, use: _planner.Layout) -> list[Pair]:
         """Returns the layouts of the moves of a gather."""

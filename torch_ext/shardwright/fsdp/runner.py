@@ -32,7 +32,7 @@ from .departures import Departures, release
 from .gather import set_scales
 from .reductions import Reductions
 from .scheduler import Clock, Key, Plan, Times, Use, make_schedule, same_uses
-from .units import Unit, forget_written_copies, is_in_backward, options_key
+from .units import Unit, is_in_backward, options_key
 
 # Maximum number of uses of a scheduled sequence. Longer ones are forwards with gradients that no backward follows.
 MAX_USES = 1 << 16
@@ -387,9 +387,7 @@ class Runner(Departures):
         for unit in self.units:
             if not unit.forwards:  # `begin_forward` has done this for the unit that opens
                 unit.adopt_changes()
-        with self._aborting():
-            comparisons = self.reductions.comparisons
-            forget_written_copies(self.units, lambda flags: comparisons.compare("flags of writes", tables=flags))
+        self._forget_written_copies()
         scaled = [unit for unit in self.units if any(w.gather.format.needs_amax for w in unit.weights)]
         for unit in scaled:
             unit.start_refresh()
@@ -403,6 +401,9 @@ class Runner(Departures):
             planned = self._plan.uses[index] if index < len(self._plan.uses) else None
             if planned is None or (planned.units, planned.kind) != (use.units, use.kind):
                 self._leave_schedule(index, self._text_of(use))
+        gathered = self._plan.gathers.get(index, ()) if self._plan is not None else ()
+        if index > 0 and not all(self.units[unit].is_prepared for unit, *_ in gathered):
+            self._leave_schedule(index, f"{self._text_of(use)}, after a write")
         self._activations.begin_use(index, self._plan is not None)
         for unit, offset, in_chunks in self._plan.gathers.get(index, ()) if self._plan is not None else ():
             self._gather_ahead(self.units[unit], offset, self._chunked_units[unit] if in_chunks else None)

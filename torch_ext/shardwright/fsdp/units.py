@@ -20,7 +20,7 @@ import dataclasses
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -401,12 +401,15 @@ class Unit:
         for weight in self.weights:
             weight.drop_gradient()
 
-    # Writes between steps
-
     @property
     def has_copies(self) -> bool:
         """True if a write to parameters would make gathered weights or held shards stale. Equal on all ranks."""
-        return bool(self.weights) and (self.is_resident or any(weight.has_held_shard for weight in self.weights))
+        return bool(self.weights) and (self.is_resident or any(w.store is not w.shards for w in self.weights))
+
+    @property
+    def is_prepared(self) -> bool:
+        """True if a gather starts no other transfers before. False after a write. Equal on ranks that write equally."""
+        return all(weight.is_prepared for weight in self.weights)
 
     def record_fingerprints(self) -> None:
         """Records fingerprints of the parameters that were just gathered, for `was_written`."""
@@ -421,7 +424,7 @@ class Unit:
         """Marks gathered weights and held shards as stale, so that the next use gathers again."""
         self._gathered_from = []
         for weight in self.weights:
-            weight.forget_held_shard()
+            weight.mark_prepared(False)
 
 
 def gather_cost(weights: Sequence[Weight]) -> packing.Cost:
@@ -471,9 +474,7 @@ def is_in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def forget_written_copies(
-    units: Sequence[Unit], largest: Callable[[dict[DeviceMesh, bytes]], Mapping[DeviceMesh, Sequence[int]]]
-) -> None:
+def forget_written_copies(units: Sequence[Unit], largest: Callable[[dict[DeviceMesh, bytes]], Any]) -> None:
     """Marks copies of a unit's parameters as stale if any rank has written the parameters since the copies were made.
 
     Versions do not show all writes, such as writes to tensors of a state dict, so fingerprints are compared too.

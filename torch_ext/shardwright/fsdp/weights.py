@@ -140,7 +140,7 @@ class Weight(GradientMixin):
         self._set_pairs(dtypes)
         self.drop_kept()
         self.release()
-        if self.has_held_shard:
+        if self._held_shard is not None:
             self.record_fingerprint()
 
     def _set_pairs(self, dtypes: Dtypes) -> None:
@@ -321,11 +321,6 @@ class Weight(GradientMixin):
                 + f" after sw.fully_shard, got {part.device}"
             )
 
-    @property
-    def has_held_shard(self) -> bool:
-        """True if gathers read a held shard, not the part."""
-        return self._held_shard is not None
-
     def record_fingerprint(self) -> None:
         """Records a fingerprint of the part for `was_written`. Not in a capture, where the host cannot wait."""
         is_captured = self._part_device_type not in ("cpu", "meta") and _runtime.is_capturing(self._part_device_type)
@@ -335,15 +330,24 @@ class Weight(GradientMixin):
     @property
     def was_written(self) -> bool:
         """True if the parameter was written since copies of it were made: its version or fingerprint has changed."""
-        if self._held_shard is not None and (
-            self._held_version is None or versions_differ([self._held_version], [(self.sharded, self.version)])
-        ):
+        if self._needs_refresh:
             return True
         return self._fingerprint is not None and self._fingerprint != _runtime.fingerprint_of(self.part)
 
-    def forget_held_shard(self) -> None:
-        """Marks the held shard as stale."""
-        self._held_version = None
+    @property
+    def _needs_refresh(self) -> bool:
+        held, now = self._held_version, (self.sharded, self.version)
+        return self._held_shard is not None and (held is None or versions_differ([held], [now]))
+
+    @property
+    def is_prepared(self) -> bool:
+        """True if a gather starts no other transfers before: for the held shard, or for the scale of its messages."""
+        return not self._needs_refresh and not self.gather.needs_scale(self.source)
+
+    def mark_prepared(self, is_prepared: bool) -> None:
+        """Marks the held shard and the scale as those of the current parameter, or as stale."""
+        self._held_version = (self.sharded, self.version) if is_prepared else None
+        self.gather.scale_source = self.source if is_prepared else None
 
     def watch_again(self) -> None:
         """Detects writes again after the parameter or its local tensor was replaced. With offload, pins its memory."""
@@ -368,19 +372,17 @@ class Weight(GradientMixin):
 
     def start_refresh(self) -> None:
         """Starts to move the part to the held shard, if the parameter was written or replaced."""
-        if self._held_shard is None:
+        if self._held_shard is None or not self._needs_refresh:
             return
-        now = self.sharded, self.version
-        if self._held_version is None or versions_differ([self._held_version], [now]):
-            self.finish_refresh()
-            self._held_version = now
-            self.record_fingerprint()
-            if self._host_copies is None:
-                self._refresh = self.moves(self.store, self.shards, self.part, self._held_shard.data)
-                return
-            with self._host_copies.on_h2d_stream():
-                self._refreshed_from = self.part.to(self._host_copies.device, non_blocking=True)
-                self._refresh = self.moves(self.store, self.shards, self._refreshed_from, self._held_shard.data)
+        self.finish_refresh()
+        self._held_version = self.sharded, self.version
+        self.record_fingerprint()
+        if self._host_copies is None:
+            self._refresh = self.moves(self.store, self.shards, self.part, self._held_shard.data)
+            return
+        with self._host_copies.on_h2d_stream():
+            self._refreshed_from = self.part.to(self._host_copies.device, non_blocking=True)
+            self._refresh = self.moves(self.store, self.shards, self._refreshed_from, self._held_shard.data)
 
     def finish_refresh(self) -> None:
         """Waits for the move to the held shard, if one is in progress."""
