@@ -46,7 +46,7 @@ BUILD_STAMP := $(VENV)/.stamp-build-cuda-$(or $(SHARDWRIGHT_CUDA),detect)
 LINT_STAMP  := $(LINT_VENV)/.stamp
 DOCS_STAMP  := $(DOCS_VENV)/.stamp
 
-.PHONY: help venv build wheel wheels sdist demo test test-cpp test-python test-async mutation-proof bench bench-experts bench-many bench-fsdp bench-fully-shard bench-planner bench-planning bench-reshard bench-state-dict bench-hunt bench-before-after bench-xla bench-ranking bench-overhead bench-overlap bench-matmul bench-step-overhead bench-links bench-attention bench-torchtitan bench-transformers test-links test-integrations test-vllm torch-tests docs lint format sanitize tsan fuzz fuzz-build fuzz-gloo hunt stubs gpu clean distclean
+.PHONY: help venv build wheel wheels sdist demo test test-cpp test-python test-async mutation-proof bench bench-experts bench-many bench-fsdp bench-fully-shard bench-planner bench-planning bench-reshard bench-state-dict bench-hunt bench-before-after bench-xla bench-ranking bench-overhead bench-overlap bench-matmul bench-step-overhead bench-links bench-attention bench-torchtitan bench-transformers test-links test-integrations test-vllm torch-tests docs lint format sanitize sanitize-kernels tsan fuzz fuzz-build fuzz-gloo hunt stubs gpu clean distclean
 
 help:
 	@echo 'make build      make the environment, build shardwright and install it there'
@@ -84,6 +84,7 @@ help:
 	@echo 'make sdist      the source archive, in dist/'
 	@echo 'make stubs      write the .pyi files of the compiled modules from their bindings'
 	@echo 'make sanitize   the C++ tests under address and undefined-behavior sanitizers'
+	@echo 'make sanitize-kernels  the bodies of CUDA kernels on the CPU under the same sanitizers, in the build of make fuzz'
 	@echo 'make tsan       the C++ tests with threads under the thread sanitizer'
 	@echo 'make fuzz       arbitrary input under the same sanitizers, for SECONDS=60 (CXX=clang++ for libFuzzer)'
 	@echo 'make fuzz-gloo  random moves between layouts on Gloo ranks, for SECONDS=60'
@@ -289,6 +290,10 @@ test-cpp: build
 # Skips the longest tests, which run the same code as the others.
 sanitize: venv
 	$(call ctest,build/cmake-sanitize,-DSHARDWRIGHT_SANITIZE=address$(comma)undefined,-E 'AgainstBruteForce|Exhaustive.*mesh_2x2x2')
+
+# Runs the bodies of CUDA kernels on the CPU (kernel_bodies_test.cpp), in the build of the fuzz target.
+sanitize-kernels: fuzz-build
+	build/cmake-fuzz/shardwright_kernel_bodies $(ARGS)
 
 # Multithreaded tests of shared plans, certificates, prepared copies and compilers.
 tsan: venv

@@ -76,7 +76,8 @@ void run_grids(const StridedCopy& copy, const void* src, void* dst, bool by_tabl
   }
 }
 
-// Boxes with random strides, and with gaps between them in the source; packed in the destination.
+// Boxes with random strides, and with gaps between them in the source; packed in the destination. Both memories end
+// with the last item of the last box, so that sanitizers detect an access beyond it.
 std::vector<Box> random_boxes(std::mt19937& random, int64_t count, int64_t& src_items, int64_t& dst_items) {
   const auto up_to = [&](int64_t most) { return std::uniform_int_distribution<int64_t>(0, most)(random); };
   std::vector<Box> boxes;
@@ -101,6 +102,9 @@ std::vector<Box> random_boxes(std::mt19937& random, int64_t count, int64_t& src_
     dst_items += dst_stride;
     boxes.push_back(box);
   }
+  const Box& last = boxes.back();
+  src_items = last.src_offset + 1;
+  for (size_t d = 0; d < last.sizes.size(); ++d) src_items += (last.sizes[d] - 1) * last.src_strides[d];
   return boxes;
 }
 
@@ -111,17 +115,16 @@ TEST(KernelBodies, CopiesMatchPlainLoops) {
       int64_t src_items = 0;
       int64_t dst_items = 0;
       const std::vector<Box> boxes = random_boxes(random, count, src_items, dst_items);
-      std::vector<Word16> src(static_cast<size_t>(src_items * item_bytes / 16 + 1));
-      auto* bytes = reinterpret_cast<unsigned char*>(src.data());
-      for (size_t i = 0; i < src.size() * 16; ++i) bytes[i] = static_cast<unsigned char>(random());
-      const std::vector<Word16> empty(static_cast<size_t>(dst_items * item_bytes / 16 + 1), Word16{{7, 7}});
-      std::vector<Word16> expected = empty;
-      copy_boxes(boxes, bytes, expected.data(), item_bytes);
+      std::vector<uint8_t> src(static_cast<size_t>(src_items * item_bytes));
+      for (uint8_t& byte : src) byte = static_cast<uint8_t>(random());
+      const std::vector<uint8_t> empty(static_cast<size_t>(dst_items * item_bytes), 7);
+      std::vector<uint8_t> expected = empty;
+      copy_boxes(boxes, src.data(), expected.data(), item_bytes);
       for (const bool by_table : {false, true}) {
-        std::vector<Word16> found = empty;
+        std::vector<uint8_t> found = empty;
         run_grids(StridedCopy(boxes, item_bytes), src.data(), found.data(), by_table);
-        EXPECT_EQ(std::memcmp(found.data(), expected.data(), found.size() * 16), 0)
-            << count << " boxes of items of " << item_bytes << (by_table ? " bytes by a table" : " bytes inline");
+        EXPECT_TRUE(found == expected) << count << " boxes of items of " << item_bytes
+                                       << (by_table ? " bytes by a table" : " bytes inline");
       }
     }
   }
