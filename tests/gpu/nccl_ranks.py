@@ -2,7 +2,7 @@
 test_nccl.py starts it. test_peers.py starts it with arenas that peers copy from, on several GPUs if there are enough.
 
 NCCL refuses two ranks on one GPU, unless their NCCL_HOSTID differ (2.28: they then communicate over sockets), or
-NCCL_MULTI_RANK_GPU_ENABLE=1 (2.30). On another device (rank_device.py) all but peers and flags runs too.
+NCCL_MULTI_RANK_GPU_ENABLE=1 (2.30). All tasks also run on the asynchronous device (rank_device.py).
 """
 
 from __future__ import annotations
@@ -98,12 +98,12 @@ def check_flags() -> None:
     """Checks products that wait for the flags of their chunks. With few tiles, even copies by kernels
     get a multiprocessor if ranks share a GPU."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    if torch.cuda.get_device_capability() != (9, 0):
+    if rank_device.IS_CUDA and torch.cuda.get_device_capability() != (9, 0):
         return
-    options = torch.distributed.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) if rank_device.IS_CUDA else None
     group = dist.new_group(list(range(world)), pg_options=options)
     assert isinstance(group, dist.ProcessGroup)
-    preparation._make_arenas([group.group_name], "cuda", 1 << 20, 0)
+    preparation._make_arenas([group.group_name], DEVICE, 1 << 20, 0)
     for seed, chunks in enumerate((1, 2, 1)):
         rows, columns = world * chunks * 256, world * 64
         x, w = integers((rows, 64), seed, torch.bfloat16), integers((64, columns), seed + 9, torch.bfloat16)
@@ -118,7 +118,7 @@ def check_flags() -> None:
 def main() -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     peers = sys.argv[1] == "peers"
-    device = rank_device.begin(one_gpu_each=peers and torch.cuda.device_count() >= world)
+    device = rank_device.begin(prefers_own_gpu=peers)
     dist.all_reduce(torch.ones(1, device=DEVICE))
     rank_device.synchronize()
     if sys.argv[1] == "reach":

@@ -24,8 +24,11 @@ IS_CUDA = DEVICE == "cuda"
 LIMIT_SECONDS = float(os.environ.get("SHARDWRIGHT_RANKS_SECONDS", "100"))
 
 
-def begin(one_gpu_each: bool = False) -> torch.device:
-    """Makes the default process group, and returns this rank's device."""
+def begin(prefers_own_gpu: bool = False) -> torch.device:
+    """Makes the default process group, and returns this rank's device.
+
+    Ranks share GPU 0. With `prefers_own_gpu`, each rank gets its own GPU if there are enough.
+    """
     faulthandler.dump_traceback_later(LIMIT_SECONDS, exit=True)
     timeout = timedelta(seconds=min(60.0, LIMIT_SECONDS))
     if DEVICE == "cpu":
@@ -39,7 +42,8 @@ def begin(one_gpu_each: bool = False) -> torch.device:
         async_device.strict.set_rules(keeps_tensors=True)  # PyTorch's own functions rely on it
         dist.init_process_group(async_device.BACKEND, timeout=timeout)
         return torch.device(DEVICE, 0)
-    index = int(os.environ["RANK"]) if one_gpu_each else 0
+    has_own_gpu = prefers_own_gpu and torch.cuda.device_count() >= int(os.environ["WORLD_SIZE"])
+    index = int(os.environ["RANK"]) if has_own_gpu else 0
     torch.cuda.set_device(index)
     device = torch.device("cuda", index)
     dist.init_process_group("nccl", timeout=timeout, device_id=device)
