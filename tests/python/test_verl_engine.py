@@ -28,12 +28,16 @@ import weight_sync_jobs
 
 TRAINERS, WORKERS = 2, 2
 UPDATES = 4
+SLEPT = 2  # the update before which a worker of vLLM discards its weights
 NEW_ENGINE = 3  # the update before which a process next to a worker starts again
 FAILED = -1  # stands for the update after one that failed
 
 
-class MarlinMethod:
-    """A quantization method that vLLM has."""
+REFUSAL = "quant_config must be None: use another engine, got MarlinConfig"
+
+
+class MarlinConfig:
+    """A quantization that vLLM has."""
 
 
 class _Trained(weight_sync_jobs.Trained):
@@ -111,7 +115,8 @@ def _trained_engine() -> Any:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     engine = object.__new__(EngineRegistry.get_engine_cls("language_model", "fsdp2"))
-    engine.module, engine._is_offload_param, engine._qat_enabled = model, False, False
+    engine.module, engine._qat_enabled = model, False
+    engine._is_offload_param = engine._uses_fsdp2_cpu_offload_policy = False
     engine.model_config = types.SimpleNamespace(hf_config=types.SimpleNamespace(model_type="llama"))
     return engine
 
@@ -140,7 +145,7 @@ def _train(store: dist.Store, rank: int, only_changed: bool) -> list[tuple[int, 
         shards, peft_config = trained.get_per_tensor_param()
         assert peft_config is None
         if update == 0:
-            with pytest.raises(ValueError, match="quant_method of .* must be .* got MarlinMethod"):
+            with pytest.raises(ValueError, match=REFUSAL):
                 asyncio.run(sender.send_weights(shards, global_steps=update))
             _prepare_update(store, FAILED, sender, rank)
         with pytest.MonkeyPatch.context() as patch, sw.debug.wire_meter() as meter:
@@ -162,8 +167,13 @@ def _serve(store: dist.Store, number: int) -> list[tuple[int, int]]:
     from shardwright.integrations.verl.worker import WorkerExtension
 
     model, checked = _Served(dist.get_rank()), _Served(dist.get_rank())
+    vllm_config = types.SimpleNamespace(quant_config=None, model_config=None)
     worker = WorkerExtension()
-    worker.model, worker.device = model, torch.device("cpu")
+    worker.model_runner, worker.device = (
+        types.SimpleNamespace(model=model, vllm_config=vllm_config),
+        torch.device("cpu"),
+    )
+    worker.sleep = lambda level: [weight.data.fill_(-1) for weight in model.weights.values()]
     beside = object.__new__(CheckpointEngineWorker)
     beside.checkpoint_engine, beside.server_adapter = _new_engine(), _Adapter(worker)
     meters = []
@@ -171,14 +181,17 @@ def _serve(store: dist.Store, number: int) -> list[tuple[int, int]]:
         if update == NEW_ENGINE and number == 0:
             beside.checkpoint_engine = _new_engine()
         _prepare_update(store, update, beside.checkpoint_engine, TRAINERS + number)
-        if update == 0:  # a layer whose parameters may be converted is an error on all ranks; then they try again
-            model.quant_method = MarlinMethod()
-            with pytest.raises(ValueError, match="quant_method of .* must be .* got MarlinMethod"):
+        if update == 0:  # a quantized model is an error on all ranks; then they try again
+            vllm_config.quant_config = MarlinConfig()
+            with pytest.raises(ValueError, match=REFUSAL):
                 asyncio.run(beside.update_weights(global_steps=update))
-            del model.quant_method
+            vllm_config.quant_config = None
             _prepare_update(store, FAILED, beside.checkpoint_engine, TRAINERS + number)
+        if update == SLEPT and number == 0:
+            worker.sleep(level=2)
         with sw.debug.wire_meter() as meter:
             asyncio.run(beside.update_weights(global_steps=update))
+        assert list(worker._iter_all_models_with_config()) == []  # verl must not convert the weights again
         beside.checkpoint_engine.finalize()
         checked.load_weights(unfuse_moe_params(torch.load(io.BytesIO(store.get(f"whole/{update}"))).items(), "llama"))
         for name, weight in model.weights.items():
@@ -186,6 +199,7 @@ def _serve(store: dist.Store, number: int) -> list[tuple[int, int]]:
         meters.append((meter.received_bytes, sum(weight.nbytes for weight in model.weights.values())))
     worker._update_weights([("embed.weight", torch.ones(30, 24))], None, False)  # verl's own updates still work
     assert model.weights["embed"].eq(1).all()
+    assert list(worker._iter_all_models_with_config()) == [(model, None)]
     return meters
 
 
@@ -216,7 +230,7 @@ def test_workers_get_what_their_loader_writes(tmp_path: pathlib.Path, only_chang
         for update, (received, everything) in enumerate(meters):
             is_new = update in (0, NEW_ENGINE)  # the connection and its plan
             if not is_new:
-                assert received < everything / 3 if only_changed else received == everything
+                assert received < everything / 3 if only_changed and update != SLEPT else received == everything
     for meters in trainer:
         assert all(received == 0 for update, (_, received) in enumerate(meters) if update not in (0, NEW_ENGINE))
 

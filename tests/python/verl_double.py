@@ -1,6 +1,7 @@
 """Test doubles of the modules of verl 0.9 that the integration uses, for what is not installed: verl, Ray and vLLM.
 
-They have the parts that the integration inherits and calls.
+They have the parts that the integration inherits and calls. tests/integrations/test_verl.py compares their signatures
+with verl's.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class EngineRegistry:
     _engines: dict[Any, type] = {}
 
     @classmethod
-    def register(cls, model_type: str, backend: str, device: str, vendor: str | None = None) -> Any:
+    def register(cls, model_type: str, backend: str, device: str = "cuda", vendor: str | None = None) -> Any:
         def add(engine: type) -> type:
             cls._engines[model_type, backend, device, vendor] = engine
             return engine
@@ -90,7 +91,9 @@ class FSDPEngineWithLMHead:
     module: torch.nn.Module
     model_config: Any
 
-    def get_per_tensor_param(self, **_: Any) -> tuple[Iterator[tuple[str, torch.Tensor]], None]:
+    def get_per_tensor_param(
+        self, layered_summon: bool = False, base_sync_done: bool = False, **kwargs: Any
+    ) -> tuple[Iterator[tuple[str, torch.Tensor]], None]:
         weights = ((name, value.full_tensor()) for name, value in self.module.state_dict().items())
         return unfuse_moe_params(weights, self.model_config.hf_config.model_type), None
 
@@ -120,13 +123,16 @@ def get_vendor() -> str:
 
 
 class vLLMColocateWorkerExtension:  # noqa: N801
-    model: torch.nn.Module
+    model_runner: Any
 
     def _iter_all_models(self) -> Iterator[torch.nn.Module]:
-        yield self.model
+        yield self.model_runner.model
+
+    def _iter_all_models_with_config(self) -> Iterator[tuple[torch.nn.Module, Any]]:
+        yield self.model_runner.model, self.model_runner.vllm_config.model_config
 
     def _update_weights(self, weights: Any, peft_config: Any, base_sync_done: bool) -> None:
-        self.model.load_weights(weights)
+        self.model_runner.model.load_weights(weights)
 
 
 def _stand_for(*names: str) -> None:

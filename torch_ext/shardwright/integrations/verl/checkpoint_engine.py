@@ -29,7 +29,7 @@ from ...loaders.recording import Weights
 from ...rules.kinds import Rule
 from ...runtime.connecting import Connection, connect
 from ...transfers.transfer import Transfer
-from ..vllm.loading import checked_loader, default_backend, planned, recorded
+from ..vllm.loading import LoadedWeights, default_backend, planned, recorded, unquantized
 from . import BACKEND
 
 ADDRESS = "shardwright.address"  # name of the only tensor that `receive_weights` yields
@@ -46,7 +46,8 @@ class Options:
         unused: patterns of names of the trainer's weights that vLLM's loader may skip, such as tied weights.
         unwritten: patterns of names of vLLM's parameters of which the loader may leave elements as they are, such as a
             vocabulary with padding.
-        plain_methods: further class names of ``quant_method`` that do not convert parameters after loading.
+        plain_methods: further class names of ``quant_method`` that do not convert parameters after loading. They save
+            memory: see `LoadedWeights`.
         backend: the backend of the connection. Default: torch's default for the accelerator.
     """
 
@@ -112,19 +113,24 @@ class Receiver(_Member):
     """The part of the engine in a worker of vLLM. Its default process group must be vLLM's world.
 
     Args:
-        model: vLLM's model. Its parameters are written in place.
+        model: vLLM's model.
+        vllm_config: its configuration.
         device: the device of the parameters.
     """
 
-    def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
+    weights_discarded = False  # since the last update
+
+    def __init__(self, model: torch.nn.Module, vllm_config: Any, device: torch.device) -> None:
         super().__init__()
-        self._model, self._device = model, device
+        self._model, self._vllm_config, self._device = model, vllm_config, device
 
     def receive(self, tensor: torch.Tensor) -> None:
-        """Receives the trainer's weights. `tensor` is the one that the engine yields.
+        """Receives the trainer's weights, and converts them in layers that do so after loading.
 
-        Raises ValueError on all ranks, of the trainer too, if the model's loader cannot be recorded, or if a layer may
-        convert its parameters after loading.
+        Raises ValueError on all ranks, of the trainer too, if the model is quantized or its loader cannot be recorded.
+
+        Args:
+            tensor: the one that the engine yields.
         """
         address = json.loads(bytes(tensor.tolist()))
         if self._transfer is None or address["number"] != self._number:
@@ -133,12 +139,14 @@ class Receiver(_Member):
             store = dist.TCPStore(address["host"], address["port"], is_master=False)
             link = self._connect(address, role[0], store)
             weights, rules, options = _from_trainer(link, None)
-            load = checked_loader(self._model, options.plain_methods)
-            parameters = self._model.named_parameters()
-            to = recorded(load, parameters, weights, options, link)
+            vllm = self._vllm_config
+            self._loaded = LoadedWeights(self._model, vllm.model_config, options.plain_methods)
+            to = self._loaded.destinations(lambda load, x: recorded(unquantized(load, vllm), x, weights, options, link))
             self._transfer = planned(None, to, rules, options, link, self._device)
         assert self._transfer is not None
-        self._transfer.start().wait()
+        self._transfer.start(everything=self.weights_discarded).wait()
+        self.weights_discarded = False
+        self._loaded.finish()
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
 

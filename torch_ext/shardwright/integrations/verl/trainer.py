@@ -39,7 +39,8 @@ class FSDPEngine(FSDPEngineWithLMHead):
 
     def get_per_tensor_param(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any] | None]:
         """Returns the weights, and the configuration of LoRA, if it is in use."""
-        if self._is_offload_param or self._qat_enabled or hasattr(self.module, "peft_config"):
+        offloaded = self._is_offload_param or self._uses_fsdp2_cpu_offload_policy
+        if offloaded or self._qat_enabled or hasattr(self.module, "peft_config"):
             return super().get_per_tensor_param(*args, **kwargs)
         model_type = self.model_config.hf_config.model_type
 

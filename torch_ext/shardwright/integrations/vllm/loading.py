@@ -104,21 +104,16 @@ class LoadedWeights:
         layerwise.finalize_layerwise_reload(self._model, self._model_config)
 
 
-def checked_loader(model: torch.nn.Module, plain_methods: Iterable[str]) -> Load:
-    """Returns the model's ``load_weights``. It raises ValueError if a layer may convert its weights after loading.
+def unquantized(load: Load, vllm_config: Any) -> Load:
+    """Returns `load`, or a loader that raises ValueError if vLLM quantizes the model."""
+    if vllm_config.quant_config is None:
+        return load
 
-    Args:
-        plain_methods: as in `LoadedWeights`.
-    """
-    allowed = {*PLAIN_METHODS, *plain_methods}
+    def refuse(_: Any) -> None:
+        quantization = type(vllm_config.quant_config).__name__
+        raise argument_error("vLLM's quant_config", "None: use another engine", quantization)
 
-    def load(weights: Any) -> object:
-        for name, kind in _quant_methods(model).items():
-            if kind not in allowed:
-                raise argument_error(f"the quant_method of {name}", f"one of {', '.join(sorted(allowed))}", kind)
-        return model.load_weights(weights)
-
-    return load
+    return refuse
 
 
 def _quant_methods(model: torch.nn.Module) -> dict[str, str]:
