@@ -75,7 +75,7 @@ help:
 	@echo 'make bench-torchtitan  training steps of torchtitan on Gloo, stock and with shardwright'
 	@echo 'make test-links  training over lossy, slow and failing links (root, iproute2)'
 	@echo 'make test-integrations  tests with other libraries, in an environment of its own (requirements/integrations.txt)'
-	@echo 'make test-vllm  tests with a vLLM server on CPU, in an environment of its own (requirements/vllm.txt)'
+	@echo 'make test-vllm  tests with vLLM and verl on CPU, in an environment of their own (requirements/vllm.txt, verl.txt)'
 	@echo 'make bench-overlap  the predicted overlap of communication with products; measures nothing'
 	@echo 'make torch-tests SRC=folder  PyTorch'"'"'s own tests of DTensor, stock against shardwright (FILES=..., K=..., ARGS=...)'
 	@echo 'make lint       clang-format, ruff, mypy, structure, wording; make format fixes formatting'
@@ -247,14 +247,16 @@ test-vllm:
 	@$(MAKE) --no-print-directory TORCH=$(VLLM_TORCH) VENV=.venv-$(VLLM_TORCH) run-test-vllm
 
 run-test-vllm: build $(VLLM_STAMP)
-	$(VLLM_VENV)/bin/python -m pytest -q -c pyproject.toml tests/integrations/test_vllm.py tests/python/test_vllm_engines.py $(ARGS)
+	$(VLLM_VENV)/bin/python -m pytest -q -c pyproject.toml \
+	  tests/integrations/test_vllm.py tests/integrations/test_verl.py tests/python/test_vllm_engines.py $(ARGS)
 
-$(VLLM_STAMP): $(ENV_STAMP) requirements/vllm.txt
+$(VLLM_STAMP): $(ENV_STAMP) requirements/vllm.txt requirements/verl.txt
 	$(PY) -m venv $(VLLM_VENV)
 	@$(PY) -c '$(SITE_PACKAGES)' >"$$($(VLLM_VENV)/bin/python -c '$(SITE_PACKAGES)')/base.pth"
 	@$(VLLM_VENV)/bin/python -m pip install --disable-pip-version-check --progress-bar off -q --no-deps -r requirements/vllm.txt
 	@$(VLLM_VENV)/bin/python -c '$(VLLM_NEEDS)' >$(VLLM_VENV)/requirements.txt
 	@$(VLLM_VENV)/bin/python -m pip install --disable-pip-version-check --progress-bar off -q -r $(VLLM_VENV)/requirements.txt
+	@$(VLLM_VENV)/bin/python -m pip install --disable-pip-version-check --progress-bar off -q --no-deps -r requirements/verl.txt
 	@touch $@
 
 SITE_PACKAGES := import sysconfig; print(sysconfig.get_path("purelib"))

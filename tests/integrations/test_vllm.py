@@ -26,7 +26,7 @@ START_SECONDS = 600
 EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "vllm_weight_sync.py"
 
 
-def _save_model(folder: pathlib.Path, tied: bool) -> None:
+def save_model(folder: pathlib.Path, tied: bool) -> None:
     """Saves a small random Llama and a tokenizer of as many words."""
     tokenizers = pytest.importorskip("tokenizers")
     torch.manual_seed(0)
@@ -110,7 +110,7 @@ def _reload(post: Callable[..., Any], folder: pathlib.Path) -> None:
 def test_server_answers_with_the_trained_weights(tmp_path: pathlib.Path) -> None:
     """After syncs, answers are those of the trained checkpoint, bit for bit. On CPU vLLM packs weights."""
     model, trained = tmp_path / "model", tmp_path / "trained"
-    _save_model(model, tied=False)
+    save_model(model, tied=False)
     with _server(model, tmp_path / "server.log") as post:
         before = _answer(post, model)
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(EXAMPLE)]
