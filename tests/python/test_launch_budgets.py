@@ -23,7 +23,7 @@ DEVICE = "asyncdev"
 WARM_UP = (
     4  # calls before the first counted one; the third step of a model is the first that is neither recorded nor timed
 )
-COUNTED = 5  # the least count is taken, because memory that streams have used is freed at a later call
+COUNTED = 9  # the least count is taken, because memory that streams have used is freed at a later call
 
 
 class Calls(NamedTuple):
