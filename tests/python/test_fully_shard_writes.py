@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 import shardwright as sw
+from compilers import compiled
 from fsdp_models import flat_fully_shard
 from meshes import get_mesh
 from pool import Pool
@@ -48,7 +49,9 @@ def _write_on_one_rank(model: nn.Module, parameters: list[Any], folder: str) -> 
         parameter.data.neg_()
 
 
-WRITES = (_load, _read_checkpoint, _copy_to_local, _copy_to_data, _foreach, _write_on_one_rank)
+Write = Callable[[nn.Module, list[Any], str], None]
+
+WRITES: tuple[Write, ...] = (_load, _read_checkpoint, _copy_to_local, _copy_to_data, _foreach, _write_on_one_rank)
 
 ZERO_1: dict[str, Any] = {"placements": lambda p: [Replicate()], "store_placements": lambda p: [Shard(0)]}
 
@@ -59,7 +62,7 @@ def _expected(parameters: list[Any], x: torch.Tensor) -> torch.Tensor:
     return nn.functional.linear(x, weight, bias)
 
 
-def _write_between_uses(write: Callable[[nn.Module, list[Any], str], None], folder: str) -> None:
+def _write_between_uses(writes: Sequence[Write], folder: str, mode: str) -> None:
     mesh, x = get_mesh((2,)), torch.randn(2, 5, generator=torch.Generator().manual_seed(1))
     torch.manual_seed(0)
     given = nn.Linear(5, 5)
@@ -71,22 +74,28 @@ def _write_between_uses(write: Callable[[nn.Module, list[Any], str], None], fold
         (ZERO_1, True, True),
     ):
         model: Any = flat_fully_shard(copy.deepcopy(given), mesh=mesh, **options)
-        parameters = list(model.parameters())
+        parameters, run = list(model.parameters()), compiled(model, mode)
         if stays:
             model.set_reshard_after_backward(False)
         with torch.no_grad():
             if runs_before:
-                model(x)
-            for _ in range(2):
-                write(model, parameters, folder)
-                torch.testing.assert_close(model(x), _expected(parameters, x))
-            model.unshard()
-            write(model, parameters, folder)
-            torch.testing.assert_close(model(x), _expected(parameters, x))
-        model(x).sum().backward()
+                run(x)
+            for write in writes:
+                for unshards in (False, False, True):
+                    if unshards:
+                        model.unshard()
+                    write(model, parameters, folder)
+                    expected = _expected(parameters, x)
+                    torch.testing.assert_close(run(x), expected, msg=write.__name__)
+        run(x).sum().backward()
         assert all(parameter.grad is not None for parameter in parameters)
 
 
 @pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__.strip("_"))
-def test_writes_take_effect(pool: Pool, tmp_path: Path, write: Callable[[nn.Module, list[Any], str], None]) -> None:
-    pool.run(_write_between_uses, 2, write, str(tmp_path))
+def test_writes_take_effect(pool: Pool, tmp_path: Path, write: Write) -> None:
+    pool.run(_write_between_uses, 2, [write], str(tmp_path), "eager")
+
+
+def test_writes_to_compiled_models_take_effect(pool: Pool, tmp_path: Path) -> None:
+    """A model with each set of options is compiled once, for all writes in turn."""
+    pool.run(_write_between_uses, 2, WRITES, str(tmp_path), "model")
