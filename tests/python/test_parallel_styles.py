@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import (
 import dtensors
 import shardwright as sw
 import shardwright.parallel as sw_parallel
+from compilers import compiled
 from meshes import device, get_mesh
 from pool import Pool
 
@@ -122,15 +123,17 @@ def _full(gradient: torch.Tensor) -> torch.Tensor:
     return (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).clone()
 
 
-def _train(module: nn.Module, mesh: DeviceMesh, data: torch.Tensor, src: list[str], engine: bool) -> History:
-    history = []
+def _train(
+    module: nn.Module, mesh: DeviceMesh, data: torch.Tensor, src: list[str], engine: bool, mode: str = "eager"
+) -> History:
+    history, run = [], compiled(module, mode)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
     source = dtensors.distribute(data, mesh, src)
     target = dtensors.distribute(data.flip(0), mesh, src)
     for _ in range(STEPS):
         optimizer.zero_grad()
         with sw.enabled(strict=True) if engine else contextlib.nullcontext():
-            result = module(source)
+            result = run(source)
             loss = ((result - target) ** 2).sum().full_tensor() / data.numel()
             loss.backward()
         gradients = {name: _full(weight.grad) for name, weight in module.named_parameters()}
@@ -160,6 +163,7 @@ def _train_both(
     src: list[str],
     own_styles: dict[str, ParallelStyle] | None = None,
     replaced_layers: int = 0,
+    mode: str = "eager",
 ) -> list[float]:
     """Trains twice from the same weights, compares, and returns the losses."""
     mesh = get_mesh((WORLD,))
@@ -168,7 +172,7 @@ def _train_both(
         assert sw_parallel.replace_styles(modules[1]) == replaced_layers
     stock = _train(modules[0], mesh, data, src, engine=False)
     sw.reset_stats()
-    ours = _train(modules[1], mesh, data, src, engine=True)
+    ours = _train(modules[1], mesh, data, src, engine=True, mode=mode)
     stats = sw.stats()
     assert stats["fallbacks"] == 0, stats["fallback_reasons"]
     assert stats["calls"] > 0
@@ -177,10 +181,10 @@ def _train_both(
     return [loss for loss, _ in ours]
 
 
-def _mlp() -> list[float]:
+def _mlp(mode: str) -> list[float]:
     torch.manual_seed(1)
     styles = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel(use_local_output=False)}
-    return _train_both(Mlp(), styles, torch.randn(6, BATCH, WIDTH), ["R"])
+    return _train_both(Mlp(), styles, torch.randn(6, BATCH, WIDTH), ["R"], mode=mode)
 
 
 def _block(length: int) -> list[float]:
@@ -188,9 +192,10 @@ def _block(length: int) -> list[float]:
     return _train_both(Block(), _styles(), torch.randn(length, BATCH, WIDTH), ["S(0)"])
 
 
-def _block_of_own_styles(length: int, shares_gather: bool) -> list[float]:
+def _block_of_own_styles(length: int, shares_gather: bool, mode: str) -> list[float]:
     torch.manual_seed(2)
-    return _train_both(Block(), _styles(), torch.randn(length, BATCH, WIDTH), ["S(0)"], _own_styles(shares_gather))
+    styles = _own_styles(shares_gather)
+    return _train_both(Block(), _styles(), torch.randn(length, BATCH, WIDTH), ["S(0)"], styles, mode=mode)
 
 
 def _block_of_replaced_styles(length: int) -> list[float]:
@@ -203,8 +208,9 @@ def _assert_same_and_falling(losses: list[list[float]]) -> None:
     assert len(losses[0]) == STEPS and losses[0][-1] < losses[0][0]
 
 
-def test_mlp_trains_as_stock(pool: Pool) -> None:
-    _assert_same_and_falling(pool.run(_mlp, WORLD))
+@pytest.mark.parametrize("mode", ["eager", "model"])
+def test_mlp_trains_as_stock(pool: Pool, mode: str) -> None:
+    _assert_same_and_falling(pool.run(_mlp, WORLD, mode))
 
 
 @pytest.mark.parametrize("length", [8, 10, 7], ids=["even", "3+3+3+1", "2+2+2+1"])
@@ -213,11 +219,22 @@ def test_attention_block_trains_as_stock(pool: Pool, length: int) -> None:
     _assert_same_and_falling(pool.run(_block, WORLD, length))
 
 
-@pytest.mark.parametrize("shares_gather", [False, True])
-@pytest.mark.parametrize("length", [8, 7], ids=["even", "2+2+2+1"])
-def test_attention_block_trains_as_stock_under_our_styles(pool: Pool, length: int, shares_gather: bool) -> None:
+@pytest.mark.parametrize(
+    ("length", "shares_gather", "mode"),
+    [
+        (8, False, "eager"),
+        (8, True, "eager"),
+        (8, True, "model"),
+        (7, False, "eager"),
+        (7, True, "eager"),
+        pytest.param(7, True, "model", marks=pytest.mark.long),
+    ],
+)
+def test_attention_block_trains_as_stock_under_our_styles(
+    pool: Pool, length: int, shares_gather: bool, mode: str
+) -> None:
     """With our styles, gathers and scatters overlap with products; PyTorch's styles cannot do that."""
-    _assert_same_and_falling(pool.run(_block_of_own_styles, WORLD, length, shares_gather))
+    _assert_same_and_falling(pool.run(_block_of_own_styles, WORLD, length, shares_gather, mode))
 
 
 @pytest.mark.parametrize("length", [8, 7], ids=["even", "2+2+2+1"])
