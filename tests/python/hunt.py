@@ -147,7 +147,7 @@ def _stale(case: Case, index: int, run: Run, expected: Finding) -> Finding:
 def run_case(case: Case, engine: str, link: Link, folder: str) -> Verdict:
     """Trains a sharded and an unsharded model. Stops at the first step in which any rank has a finding."""
     is_rough = case.policy == "bfloat16" or any(step.context == "autocast" for step in case.steps)
-    tolerance = 0.25 if is_rough else 2e-4  # bfloat16 alone is off by up to 0.16
+    tolerance = 0.4 if is_rough else 2e-4  # bfloat16 alone is off by up to 0.31, as much as with FSDP2
     unsharded, invalid = _right(Run, case, "whole")
     run, finding = _attempt(Run, case, engine, folder)
     if (verdict := link.agree(invalid or finding, -1)) is not None:

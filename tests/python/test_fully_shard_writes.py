@@ -99,3 +99,22 @@ def test_writes_take_effect(pool: Pool, tmp_path: Path, write: Write) -> None:
 def test_writes_to_compiled_models_take_effect(pool: Pool, tmp_path: Path) -> None:
     """A model with each set of options is compiled once, for all writes in turn."""
     pool.run(_write_between_uses, 2, WRITES, str(tmp_path), "model")
+
+
+def _write_before_a_backward_without_hooks() -> None:
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+    flat_fully_shard(model, mesh=get_mesh((2,)))
+    parameters = list(model.parameters())
+    for _ in range(2):
+        model.unshard()  # type: ignore[operator]
+        loss = model.forward(torch.ones(2, 6)).sum()  # runs no hooks
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter.mul_(2)
+        with pytest.raises(RuntimeError, match="written between a forward and its backward"):
+            loss.backward()
+        model.reshard()  # type: ignore[operator]
+
+
+def test_a_write_before_a_backward_without_hooks_raises(pool: Pool) -> None:
+    pool.run(_write_before_a_backward_without_hooks, 2)

@@ -115,10 +115,10 @@ def check_backward(unit: Unit, forward: int) -> None:
     """Makes the backward fail at its end if parameters were written since a forward that could not pack them."""
     before = _versions_without_hooks.get(unit, {}).get(forward)
     if before is not None and versions_differ(before, unit.versions):
-        unit.fail_backward(_written(f"parameters of {unit.name} were"))
+        unit.fail_backward(written_error(f"parameters of {unit.name} were"))
 
 
-def _written(subject: str) -> RuntimeError:
+def written_error(subject: str) -> RuntimeError:
     """Returns the error for a write. `subject`: the parameters, with "was" or "were"."""
     needs = "which needs the old values. Write parameters after the backward"
     return RuntimeError(f"{subject} written between a forward and its backward, {needs}")
@@ -155,7 +155,7 @@ def unpack(saved: Any) -> torch.Tensor:
     """
     if type(saved) is _SavedWeight:
         if _versions_of(saved.weight, saved.tensor) != saved.version:
-            saved.unit.fail_backward(_written(f"{saved.weight.name} was"))
+            saved.unit.fail_backward(written_error(f"{saved.weight.name} was"))
         saved.unit.read(saved.forward)
         return saved.tensor
     tensor: torch.Tensor = saved.tensor

@@ -19,6 +19,7 @@ import torch
 
 from .comparisons import Comparisons, WeightIndex
 from .gradients import Reduction
+from .reads import written_error
 from .units import Unit
 from .weights import Weight
 
@@ -102,6 +103,11 @@ class Reductions:
         late: dict[int, list[int]] = {}  # by unit: weights that were not reduced yet
         self._used = set()
         states = {mesh: bytes(map(self._state, indices)) for mesh, indices in self.comparisons.on_mesh.items()}
+        for unit in self._units:
+            is_late = unit.unit_options.reduces and any(weight.has_gradient for weight in unit.weights)
+            if is_late and unit.is_resident and unit.is_stale:  # `unshard` gathered it, so no hook noticed
+                error = written_error(f"parameters of {unit.name} were")
+                self.comparisons.error = self.comparisons.error or error
         states |= self.comparisons.compare(event, is_end=True, tables=states)
         for mesh, indices in self.comparisons.on_mesh.items():
             for index, state in zip(indices, states[mesh], strict=True):
