@@ -30,7 +30,7 @@ class Numbers {
 
 // Returns the map for which IndexMap::encoding() returns these integers.
 IndexMap map_of(const std::vector<int64_t>& encoding) {
-  check_argument(encoding.size() % 5 == 0, "batch: number of integers of an index map", "a multiple of 5",
+  check_argument(encoding.size() % 5 == 0, "batch bytes: the number of integers of an index map", "a multiple of 5",
                  encoding.size());
   std::vector<MapAxis> axes;
   for (size_t i = 0; i < encoding.size(); i += 5) {
@@ -150,14 +150,14 @@ Batch Batch::from_bytes(std::string_view bytes) {
   const std::vector<IndexMap> maps = in.list([&] { return map_of(in.integers()); });
   const std::vector<int64_t> items_as_integers = in.integers();
   in.finish();
-  check_argument(items_as_integers.size() % 3 == 0, "batch: number of integers of the items", "a multiple of 3",
-                 items_as_integers.size());
+  check_argument(items_as_integers.size() % 3 == 0, "batch bytes: the number of integers of the items",
+                 "a multiple of 3", items_as_integers.size());
   for (size_t i = 0; i < items_as_integers.size(); i += 3) {
     // Returns integer j, and checks that it is an index below `count`.
     const auto checked_index = [&](size_t j, int64_t count, const char* name, const char* all) {
       const int64_t index = items_as_integers[j];
-      check_user(index >= 0 && index < count, "batch: ", name, " of an item must be ", IndexInRange{count, all},
-                 ", got ", index);
+      check_user(index >= 0 && index < count, "batch bytes: the ", name, " of item ", i / 3, " must be ",
+                 IndexInRange{count, all}, ", got ", index);
       return static_cast<int>(index);
     };
     batch.items.push_back({checked_index(i, std::ssize(batch.sources), "source", "sources"),

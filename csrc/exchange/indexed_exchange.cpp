@@ -195,7 +195,7 @@ class IndexedExchange::AxisShares {
   // Returns the number of ranks that hold a shard of the source.
   int64_t num_ranks(int64_t shard) const { return static_cast<int64_t>(ranks_[shard].size()); }
 
-  // Returns true if the average rank of shard `a` sends less so far than the average rank of shard `b`.
+  // Returns true if the ranks of shard `a` send fewer elements so far, per rank, than those of shard `b`.
   bool sends_less(int64_t a, int64_t b) const {
     return static_cast<__int128>(sent_[a]) * num_ranks(b) < static_cast<__int128>(sent_[b]) * num_ranks(a);
   }

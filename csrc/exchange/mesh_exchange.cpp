@@ -172,8 +172,9 @@ const Components& MeshExchange::components(Group& group) const {
 }
 
 // With shared sending, lists all pairs that exchange data. Otherwise two members can exchange data only if they have
-// equal coordinates on the replica dims and, in a regular exchange, agree on the values of ties. In other exchanges the
-// parts of every tensor dim must overlap.
+// equal coordinates on the replica dims. In a regular exchange, the sender's tie values before must also be the
+// receiver's tie values after (exchange/regular_counts.h). In other exchanges the parts of every tensor dim must
+// overlap.
 std::vector<PartNumbers> MeshExchange::conditions(const Group& group) const {
   PartNumbers numbers;
   if (group.sending) {

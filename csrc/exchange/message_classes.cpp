@@ -11,7 +11,7 @@ namespace shardwright {
 // A search for the parts of peers that overlap a part of the rank at a position, on one tensor dim.
 class MessageClasses::OverlapSearch {
  public:
-  // `own_part` is the part that the rank needs, if it receives, or holds.
+  // `own_part` is the part that the rank needs if it receives, or holds if it sends.
   OverlapSearch(MessageClasses& all, int tensor_dim, int64_t position, Direction direction,
                 const KnownParts::Part& own_part)
       : all_(all),

@@ -61,7 +61,8 @@ IntervalList united(const std::vector<IntervalList>& parts) {
   return merged;
 }
 
-// Returns true if the lists in `a`, which are disjoint, have the same indices as the lists in `b`.
+// Returns true if the lists in `a` together have the same indices as the lists in `b`. The lists in `a` must be
+// disjoint, and so must the lists in `b`.
 bool have_same_indices(const std::vector<IntervalList>& a, const std::vector<IntervalList>& b) {
   const auto repeats = [](const IntervalList& list) { return list.has_repeats(); };
   if (std::none_of(a.begin(), a.end(), repeats) && std::none_of(b.begin(), b.end(), repeats)) {

@@ -41,8 +41,9 @@ MeshDimSet dims_to_scale(const Layout& before, const Layout& after) {
   return dims;
 }
 
-// Returns true if `after` has the same parts as `before`, and the `scaled` mesh dims are P(sum) or P(norm) instead of
-// R. On other mesh dims, R may become P(avg), P(min) or P(max), which do not change values.
+// Returns true if a valid partition (StepOp in moves/step.h) leads from `before` to `after`: parts stay, and the
+// `scaled` mesh dims become P(sum) or P(norm) instead of R. On other mesh dims, R may become P(avg), P(min) or
+// P(max), which do not change values.
 bool partitions(const Layout& before, const Layout& after, MeshDimSet scaled) {
   for (const int d : scaled.to_vector()) {
     const ReduceOp op = after.placements()[d].op;

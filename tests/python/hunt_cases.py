@@ -203,6 +203,8 @@ def valid(case: Case) -> Case:
             block = dataclasses.replace(block, unit="own")
         if block.kind == "gru" and (case.policy or case.rows == "empty" or block.compiled or case.compiled):
             block = dataclasses.replace(block, kind="two")
+        if block.kind == "remembers" and case.rows == "empty":  # nothing may gather before `ctx.weight` is read
+            block = dataclasses.replace(block, kind="two")
         if block.tied and block.kind not in hunt_models.TIEABLE:
             block = dataclasses.replace(block, tied=False)
         blocks.append(block)
@@ -227,6 +229,9 @@ def valid(case: Case) -> Case:
             step = dataclasses.replace(step, fails="", backward="once", accumulates=0, defers=False, zero="none")
         if step.differs and step.entry == "checkpoint":  # it computes other units again, and PyTorch raises
             step = dataclasses.replace(step, entry="forward")
+        # A stored weight that is read outside of the forward raises on its own, or has the values of the forward.
+        if step.backward == "stale" and any(block.stores in ("weight", "view") for block in blocks):
+            step = dataclasses.replace(step, backward="once")
         if step.context == "no_hooks" and (has_checkpoint or step.entry == "checkpoint"):
             step = dataclasses.replace(step, context="")
         if step.context == "flops" and step.backward in ("input_gradient", "parameter_gradients", "inputs_argument"):

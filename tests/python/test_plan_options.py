@@ -38,7 +38,9 @@ def test_topology_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sw.plan(*ends).topology == "8xNVLink"
     assert sw.plan(*ends, topology="64x8").topology == "64x8"
     monkeypatch.setenv("SHARDWRIGHT_TOPOLOGY", "ring")
-    with pytest.raises(ValueError, match="topology must be one of 8xNVLink, 64x8, gloo-local, got 'ring'"):
+    with pytest.raises(
+        ValueError, match="topology must be one of 8xNVLink, 64x8, gloo-local, or the path of a .json file, got 'ring'"
+    ):
         sw.plan(*ends)
 
 

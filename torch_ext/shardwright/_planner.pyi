@@ -1240,12 +1240,13 @@ class StepSchedule:
                 or 0.
             budget_bytes: memory limit for gathered weights, kept copies, gathered activations, gradients and
                 `held_bytes`.
-            prefetch: number of weight changes by which gathers are ahead. None: the least number whose predicted step
-                is within 1% of the fastest within the budget.
+            prefetch: number of weight changes by which gathers are ahead. A weight change is a use that needs a weight
+                which the use before does not need. None: the least number whose predicted step is within 1% of the
+                fastest within the budget.
             alignment_bytes: alignment of addresses in the arena.
             held_bytes: part of the budget that is always in use outside of the arena.
-            gather_until: by use, the last use whose weights should be gathered or being gathered at it; a value below
-                the use requires nothing.
+            gather_until: for each use, the index of a later use. While the use runs, the gathers for all uses up to
+                that index should be done or under way. An index below the use itself requires nothing.
             chunked_weights: weights that may be gathered in chunks, each (weight, use_bytes, gather_ps, chunk_bytes,
                 transfer_ps, num_chunks, in_backwards, reduction): index; bytes and picoseconds of the part that is
                 gathered before the use; bytes of the chunks that exist at a time, picoseconds of all chunks, and their

@@ -6,9 +6,10 @@
 // transfers still use the group's previous transport. None of this has run on a GPU.
 //
 // An *arena* is a buffer of each rank that all ranks of the group can read. In a group of n ranks it has n rows of
-// kSlots = 2 *slots*, and a slot holds one piece of a message. Only rank r reads row r, except that all other ranks
-// read the row of the arena's owner, which is for gathers. A transfer runs in *rounds*: a message is divided into
-// pieces of the size of a slot, piece j between two ranks is sent in round j, in slot j % kSlots of its row.
+// kSlots = 2 *slots*, and a slot holds one piece of a message. Only rank r reads row r of another rank's arena. The row
+// with the owner's own number is for gathers: all other ranks read it. A transfer runs in *rounds*. A message is
+// divided into pieces of the size of a slot. Piece j between two ranks is sent in round j, in slot j % kSlots of its
+// row.
 //
 // For example, rank 0 of 3 sends 10 MiB to rank 2, with slots of 4 MiB, through row 2 of its arena:
 //

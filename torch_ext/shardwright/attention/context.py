@@ -212,7 +212,7 @@ def context_parallel(
     total = sizes.pop() if sizes else None
     not_restored = {id(tensor) for tensor in no_restore_buffers or ()}
     if not not_restored <= {id(tensor) for tensor in tensors}:
-        raise argument_error("no_restore_buffers", "a list of tensors in buffers", "one that is not")
+        raise argument_error("no_restore_buffers", "a list of tensors in buffers", "a tensor that is not in it")
     check_method(method)
     group = mesh.get_group()
     intervals = parts_of(layout, total, mesh.size())[dist.get_rank(group)] if total is not None else []

@@ -66,7 +66,7 @@ def _show(table: str, path: str | None) -> None:
             write_file("--out", path, table + "\n")
         except ValueError as error:
             print(table)
-            raise ValueError(f"{error}; the table is printed instead") from None
+            raise ValueError(f"{error}; the topology is printed instead") from None
     print(f"written to {path}" if path else table)
 
 

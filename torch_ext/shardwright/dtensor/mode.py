@@ -119,7 +119,7 @@ def graph_options() -> tuple[bool, bool, bool]:
 
 
 def latest_mode() -> Mode:
-    """Returns the mode of the block that began last. It takes effect in `apply`."""
+    """Returns the mode of the block that began last, of those that have not ended. `apply` puts it into effect."""
     return _blocks[-1].mode
 
 

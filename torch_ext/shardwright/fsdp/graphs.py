@@ -215,7 +215,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def traced_by_callers(function: Function) -> Function:
     """Makes Dynamo trace a function only as a part of its caller, and never compile it by itself.
 
-    ``module.compile()`` compiles the forward without the code around it, which calls hooks.
+    Hooks need this after ``module.compile()``, which compiles the forward but not PyTorch's code that calls the hooks:
+    Dynamo would otherwise compile each hook by itself.
     """
     skip_code(function.__code__)
     return function

@@ -80,7 +80,12 @@ def named_topology(topology: Topology | str | None) -> Topology | None:
         return topology
     if not isinstance(topology, str):
         raise argument_error("topology", "a Topology, a name or a file", f"a {type(topology).__name__}")
-    return load_topology(topology) if topology.endswith(".json") else Topology.named(topology)
+    if topology.endswith(".json"):
+        return load_topology(topology)
+    if topology not in Topology.names():
+        names = ", ".join(Topology.names())
+        raise argument_error("topology", f"one of {names}, or the path of a .json file", repr(topology))
+    return Topology.named(topology)
 
 
 def _topology(table: Any, where: str) -> Topology:

@@ -212,7 +212,10 @@ class GroupWords(_Words):
 
 
 class MeshWords(_Words):
-    """Exchanges words between the ranks of a DeviceMesh, over its groups. They are sent from the given device."""
+    """Exchanges words between the ranks of a DeviceMesh, over its groups.
+
+    They are sent from the given device, or from the CPU over groups that have a CPU backend.
+    """
 
     def __init__(self, mesh: DeviceMesh, device: torch.device) -> None:
         self.ranks = mesh.mesh.flatten().tolist()

@@ -222,5 +222,6 @@ def _check_order(mesh: DeviceMesh, length: int, load_balancer: str | None, devic
     if found[0].tolist() != expected:
         raise RuntimeError(
             f"torchtitan's load balancer {load_balancer!r} must give rank {mesh.get_local_rank()} of {mesh.size()} the "
-            f"positions {part} of {length}, got {found[0].tolist()}. Set parallelism.context_parallel_load_balancer"
+            f"positions {expected} of {length}, got {found[0].tolist()}. Set "
+            "parallelism.context_parallel_load_balancer to the other of 'headtail' and None"
         )
