@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import shardwright as sw
+from compilers import MODES, compiled
 from fsdp_models import Mlp, batch, flat_fully_shard, full, loss_of, shard, whole_loss
 from meshes import get_mesh
 from pool import Pool
@@ -52,7 +53,7 @@ def test_dataclass_outputs_train(pool: Pool) -> None:
     pool.run(_returns_dataclasses, 2)
 
 
-def _freezes_first_layers() -> None:
+def _freezes_first_layers(mode: str) -> None:
     """Backwards end in the middle of the schedule once the first layers are frozen."""
     mesh = get_mesh((2,))
 
@@ -61,14 +62,16 @@ def _freezes_first_layers() -> None:
         return nn.Sequential(*(nn.Linear(10, 10) for _ in range(4)))
 
     sharded, unsharded = chain(), chain()
+    sharded[0].requires_grad_(False)
     for layer in sharded:
         sw.fully_shard(layer, mesh=mesh)
     sw.fully_shard(sharded, mesh=mesh)
+    run = compiled(sharded, mode, sharded)
     for step, frozen in enumerate([0, 0, 0, 0, 1, 2, 3, 0, 2, 2]):
         for model in (sharded, unsharded):
             for number, layer in enumerate(model):
                 layer.requires_grad_(number >= frozen)
-        loss_of(sharded, batch(step)).backward()
+        loss_of(run, batch(step)).backward()
         whole_loss(unsharded, step).backward()
         for p, q in zip(sharded.parameters(), unsharded.parameters(), strict=True):
             assert (p.grad is None) == (q.grad is None), step
@@ -77,8 +80,9 @@ def _freezes_first_layers() -> None:
             p.grad = q.grad = None
 
 
-def test_gradients_are_complete_if_a_backward_ends_early(pool: Pool) -> None:
-    pool.run(_freezes_first_layers, 2)
+@MODES
+def test_gradients_are_complete_if_a_backward_ends_early(pool: Pool, mode: str) -> None:
+    pool.run(_freezes_first_layers, 2, mode)
 
 
 def _different_modules() -> None:

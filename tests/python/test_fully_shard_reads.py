@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 import shardwright as sw
 from compilers import MODES, compiled
 from fsdp_models import full
-from meshes import get_mesh
+from meshes import IS_2_11, get_mesh
 from pool import Pool
 
 
@@ -132,7 +132,8 @@ def test_outputs_in_any_container_train(pool: Pool, is_checkpointed: bool) -> No
     pool.run(_train_with_containers, 2, list(CONTAINERS), is_checkpointed, "eager")
 
 
-OPAQUE = {"UserDict", "closure", "namespace", "plain object"}
+# torch 2.11 does not compile functions with a namespace, so that hooks run as eager code.
+OPAQUE = {"UserDict", "closure", "plain object"} | (set() if IS_2_11 else {"namespace"})
 
 
 @pytest.mark.parametrize("mode", ["blocks", "model"])

@@ -86,6 +86,8 @@ def _begin_forward(inputs: Sequence[torch.Tensor], handle: int, records: bool) -
         )
     if unit is runner.units[0] and unit.forwards and not is_in_backward():
         runner.abort()  # a graph has failed between unit events
+    if any(weight.unsharded.requires_grad != weight.sharded.requires_grad for weight in unit.weights):
+        raise RuntimeError(f"parameters of {unit.name} were frozen or unfrozen since this graph was compiled")
     with torch.set_grad_enabled(records), _abort_on_error(runner):
         forward = runner.begin_forward(unit)
     reads.note_forward(unit, forward, is_in_graph=records)
@@ -303,6 +305,13 @@ def _end(handle: int, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return _End.apply(handle, *outputs)  # type: ignore[no-untyped-call]
 
 
+@torch._dynamo.assume_constant_result
+def _adopt_changes(handle: int, requires_grad: Sequence[bool]) -> None:
+    """Adopts parameters that users have frozen or unfrozen, when a graph is traced. Graphs are for these flags only."""
+    for weight in _known[handle].unit.weights:
+        weight.adopt_changes()
+
+
 def begin_forward(handle: int, unit: Unit, arguments: Any) -> Any:
     """Records the beginning of a forward, and gives the modules their full weights.
 
@@ -311,6 +320,7 @@ def begin_forward(handle: int, unit: Unit, arguments: Any) -> Any:
     flat, spec = tree_flatten(arguments)
     where = [i for i, value in enumerate(flat) if isinstance(value, torch.Tensor) and value.requires_grad]
     inputs = [flat[i] for i in where]
+    _adopt_changes(handle, [each.sharded.requires_grad for each in unit.weights])
     found = _begin(handle, torch.is_grad_enabled(), len(where), *inputs, *[each.unsharded for each in unit.weights])
     for i, tensor in zip(where, found[: len(where)]):
         flat[i] = tensor
