@@ -109,7 +109,7 @@ MAX_CODE_LINES = {
     "debug": 213,
     "dtensor": 898,
     "experts": 603,
-    "fsdp": 5710,
+    "fsdp": 5715,
     "graph": 299,
     "integrations": 185,
     "integrations/torchtitan": 298,

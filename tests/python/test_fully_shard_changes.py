@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 from typing import Any
 
@@ -233,3 +234,24 @@ def _backwards_within_forwards() -> None:
 
 def test_forwards_may_contain_backwards(pool: Pool) -> None:
     pool.run(_backwards_within_forwards, 2)
+
+
+def _gradients_of_the_input_alone(mode: str) -> None:
+    torch.manual_seed(0)
+    unsharded = nn.Sequential(nn.Linear(10, 10), nn.Tanh(), nn.Linear(10, 10))
+    sharded = copy.deepcopy(unsharded)
+    for layer in (sharded[0], sharded[2]):
+        sw.fully_shard(layer, mesh=get_mesh((2,)))
+    run = compiled(sharded, mode, (sharded[0], sharded[2]))
+    for _ in range(3):
+        x, y = (batch(0).requires_grad_() for _ in range(2))
+        (found,) = torch.autograd.grad(run(x).square().sum(), x)
+        torch.testing.assert_close(found, torch.autograd.grad(unsharded(y).square().sum(), y)[0])
+        run(x).square().sum().backward(inputs=[x])
+        torch.testing.assert_close(x.grad, found)
+        assert all(p.grad is None for p in sharded.parameters())
+
+
+@MODES
+def test_gradients_of_the_input_alone_leave_those_of_weights(pool: Pool, mode: str) -> None:
+    pool.run(_gradients_of_the_input_alone, 2, mode)

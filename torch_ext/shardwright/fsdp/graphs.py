@@ -125,9 +125,16 @@ def _end_backward(
     runner, unit = _runner_and_unit(handle)
     with _abort_on_error(runner):
         for index, gradient in zip(indices, of_weights, strict=True):
-            unit.weights[index].add_graph_gradient(gradient)
+            if _is_wanted(unit.weights[index].unsharded):
+                unit.weights[index].add_graph_gradient(gradient)
         runner.note_gradient(unit)
         runner.end_backward(unit, int(forward))
+
+
+def _is_wanted(leaf: torch.Tensor) -> bool:
+    """Returns true if the running backward adds to `leaf.grad`. `autograd.grad` and `backward(inputs=)` may not."""
+    will_execute = torch._C._will_engine_execute_node  # type: ignore[attr-defined]
+    return leaf.requires_grad and will_execute(torch.autograd.graph.get_gradient_edge(leaf).node)
 
 
 @contextlib.contextmanager
