@@ -104,8 +104,8 @@ class Reductions:
         self._used = set()
         states = {mesh: bytes(map(self._state, indices)) for mesh, indices in self.comparisons.on_mesh.items()}
         for unit in self._units:
-            is_late = unit.unit_options.reduces and any(weight.has_gradient for weight in unit.weights)
-            if is_late and unit.is_resident and unit.is_stale:  # `unshard` gathered it, so no hook noticed
+            was_written = unit.is_resident and unit.is_stale and unit.unit_options.reduces
+            if was_written and any(weight.has_gradient for weight in unit.weights):  # its forward ran no hook
                 error = written_error(f"parameters of {unit.name} were")
                 self.comparisons.error = self.comparisons.error or error
         states |= self.comparisons.compare(event, is_end=True, tables=states)

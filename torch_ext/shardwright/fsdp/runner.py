@@ -405,7 +405,7 @@ class Runner(Departures):
         if index > 0 and not all(self.units[unit].is_prepared for unit, *_ in gathered):
             self._leave_schedule(index, f"{self._text_of(use)}, after a write")
         self._activations.begin_use(index, self._plan is not None)
-        for unit, offset, in_chunks in self._plan.gathers.get(index, ()) if self._plan is not None else ():
+        for unit, offset, in_chunks in gathered if self._plan is not None else ():
             self._gather_ahead(self.units[unit], offset, self._chunked_units[unit] if in_chunks else None)
         resident = (self.units[unit] for unit in use.units if self.units[unit].is_resident)
         if self._plan is not None and any(unit.is_stale for unit in resident):

@@ -201,7 +201,7 @@ class Weight(GradientMixin):
         device = self.part.device if self.part.is_meta else self._device
         held = None if layouts.store is layouts.shards else empty(layouts.shards, self.part.dtype, device)
         self._set_up(layouts, dtypes, product, held)
-        self._held_version = self.sharded, ()  # an invalid version, so that the next use refreshes it
+        self.mark_prepared(False)
 
     def _set_sizes(self, dtypes: Dtypes) -> None:
         """Sets sizes in bytes: those of the rank with the largest shard, so that all ranks make the same schedule."""
@@ -336,13 +336,13 @@ class Weight(GradientMixin):
 
     @property
     def _needs_refresh(self) -> bool:
-        held, now = self._held_version, (self.sharded, self.version)
-        return self._held_shard is not None and (held is None or versions_differ([held], [now]))
+        old = self._held_version
+        return self._held_shard is not None and (old is None or versions_differ([old], [(self.sharded, self.version)]))
 
     @property
     def is_prepared(self) -> bool:
         """True if a gather starts no other transfers before: for the held shard, or for the scale of its messages."""
-        return not self._needs_refresh and not self.gather.needs_scale(self.source)
+        return not (self._needs_refresh or (self.gather.format.needs_amax and self.gather.needs_scale(self.source)))
 
     def mark_prepared(self, is_prepared: bool) -> None:
         """Marks the held shard and the scale as those of the current parameter, or as stale."""
