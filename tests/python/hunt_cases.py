@@ -205,6 +205,9 @@ def valid(case: Case) -> Case:
             block = dataclasses.replace(block, kind="two")
         if block.kind == "remembers" and case.rows == "empty":  # nothing may gather before `ctx.weight` is read
             block = dataclasses.replace(block, kind="two")
+        # Without an expert the hook is on the input, which FSDP passes through a node of its own.
+        if block.kind == "experts" and block.hook == "inside" and any(step.expert == "none" for step in case.steps):
+            block = dataclasses.replace(block, hook="")
         if block.tied and block.kind not in hunt_models.TIEABLE:
             block = dataclasses.replace(block, tied=False)
         blocks.append(block)
@@ -231,8 +234,9 @@ def valid(case: Case) -> Case:
         if step.differs and step.entry in ("checkpoint", "unsharded"):
             step = dataclasses.replace(step, entry="forward")
         # A stored weight that is read outside of the forward raises on its own, or has the values of the forward.
-        if step.backward == "stale" and any(block.stores in ("weight", "view") for block in blocks):
-            step = dataclasses.replace(step, backward="once")
+        if any(block.stores in ("weight", "view") for block in blocks):
+            step = dataclasses.replace(step, backward="once" if step.backward == "stale" else step.backward)
+            step = dataclasses.replace(step, losses="all" if step.losses == "by_rank" else step.losses)
         if step.context == "no_hooks" and (has_checkpoint or step.entry == "checkpoint"):
             step = dataclasses.replace(step, context="")
         if step.context == "flops" and step.backward in ("input_gradient", "parameter_gradients", "inputs_argument"):

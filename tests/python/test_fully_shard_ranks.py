@@ -5,6 +5,7 @@ Steps that all ranks change in the same way train like the unsharded model.
 
 from __future__ import annotations
 
+import datetime
 import functools
 import time
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import shardwright as sw
@@ -118,6 +120,27 @@ def _different_orders(num_steps: int, trains: bool) -> None:
 @pytest.mark.parametrize("num_steps", [0, 1, 3])
 def test_ranks_that_run_other_units_raise(pool: Pool, num_steps: int, trains: bool) -> None:
     pool.run(_different_orders, 3, num_steps, trains)
+
+
+def _one_rank_fails(when: str) -> None:
+    """Rank 0 leaves the step, as after an error in the user's code. The group's timeout is short."""
+    group = dist.new_group(timeout=datetime.timedelta(seconds=2))
+    model = _sharded(DeviceMesh.from_group(group, "cpu"))
+    if when != "first use":
+        loss = model(batch(0), ALL)()[-1].sum()
+    if when == "later step":
+        loss.backward()
+    if dist.get_rank() == 0:
+        return
+    event = {"first use": "first use of", "backward": "beginning of a backward", "later step": ""}[when]
+    match = f"rank 1 failed in sw.fully_shard, comparing the .*{event}.*, on ranks .0, 1.: one of them has raised"
+    with pytest.raises(dist.DistBackendError, match=match):
+        loss.backward() if when == "backward" else model(batch(0), ALL)
+
+
+@pytest.mark.parametrize("when", ["first use", "backward", "later step"])
+def test_error_on_one_rank_lets_others_name_the_event(pool: Pool, when: str) -> None:
+    pool.run(_one_rank_fails, 2, when)
 
 
 def _models_without_names() -> None:

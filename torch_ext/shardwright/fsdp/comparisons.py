@@ -130,17 +130,18 @@ class Comparisons:
             remedy = "Pass the same modules and arguments, in the same order, on all ranks of a mesh"
             words = self._words[mesh]
             words.compare(Statement("sw.fully_shard", fields, {}, mismatch, remedy))
-            self._model = max(self._model, *words.largest([_models + 1]))
+            self._model = max(self._model, *words.largest([_models + 1], "sw.fully_shard, comparing models"))
         _models, _latest_unit = max(self._model, _models), self._units[0].number
 
     def _exchange(self, mesh: DeviceMesh, event: str, table: bytes) -> bytes:
         """Compares like `compare` on one mesh. Returns the maximum of each byte of `table` over its ranks."""
         words = self._words[mesh]
         message = self._digest(mesh, event) + table
-        head = bytes(words.largest(message[:HEAD_BYTES].ljust(HEAD_BYTES, b"\0")))
+        step = f"sw.fully_shard, comparing the {event}"
+        head = bytes(words.largest(message[:HEAD_BYTES].ljust(HEAD_BYTES, b"\0"), step))
         self._check(words, event, head)
         rest = message[HEAD_BYTES:]
-        return (head[2 * _DIGEST_BYTES :] + (bytes(words.largest(rest)) if rest else b""))[: len(table)]
+        return (head[2 * _DIGEST_BYTES :] + (bytes(words.largest(rest, step)) if rest else b""))[: len(table)]
 
     def forget(self) -> None:
         """Forgets the events and gathers that were not compared yet."""

@@ -17,7 +17,7 @@ from ..runtime.agreement import MeshWords
 from .chunks import linear_forward
 from .reads import SavedWeightHooks
 from .runner import Runner
-from .units import Unit, UnitOptions, forget_written_copies
+from .units import Unit, UnitOptions, by_mesh, forget_written_copies
 
 # Attribute of a module: the state of its unit, an object with attributes `unit` and `runner` (or None).
 ATTRIBUTE = "_shardwright_unit"
@@ -98,9 +98,9 @@ class ShardedModule(FSDPModule):
                 getattr(self, ATTRIBUTE).ready_runner()
             unit.adopt_changes()
             with torch.no_grad():
-                forget_written_copies(
-                    [unit], lambda flags: {mesh: MeshWords(mesh, unit.device).largest(flags[mesh]) for mesh in flags}
-                )
+                step = f"{unit.name}.unshard, comparing flags of writes"
+                words = {mesh: MeshWords(mesh, unit.device) for mesh in by_mesh([unit])}
+                forget_written_copies([unit], lambda flags: {m: words[m].largest(flags[m], step) for m in flags})
                 if unit.is_resident and (unit.is_stale or unit.chunked_gather is not None):
                     unit.release()
                 if not unit.is_resident:

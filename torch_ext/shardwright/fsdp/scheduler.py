@@ -161,7 +161,8 @@ def agreed_times(times: Times, meshes: set[DeviceMesh], device: torch.device) ->
     if len(meshes) != 1:
         return Times([0] * len(times.uses), [(0, 0)] * len(times.copies))
     words = MeshWords(next(iter(meshes)), device)
-    all_ps = words.largest([*times.uses, *(ps for pair in times.copies for ps in pair)])
+    step = "sw.fully_shard, comparing times"
+    all_ps = words.largest([*times.uses, *(ps for pair in times.copies for ps in pair)], step)
     copies = all_ps[len(times.uses) :]
     pairs = list(zip(copies[::2], copies[1::2]))
     return Times(all_ps[: len(times.uses)], pairs, agreed_activations(times.activations, words))
@@ -291,10 +292,12 @@ def agreed_activations(uses: list[ActivationUses], words: MeshWords) -> list[Act
     """
     text = ";".join(f"{each.saved_index} {each.saved} {each.first} {each.last} {each.until}" for each in uses)
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-    count, least_count, most, least = words.largest([len(uses), -len(uses), digest, -digest])
+    step = "sw.fsdp.checkpoint_cut, comparing activations"
+    count, least_count, most, least = words.largest([len(uses), -len(uses), digest, -digest], step)
     if count != -least_count or most != -least or count == 0:
         return []
-    figures = words.largest([figure for each in uses for figure in (each.kept_bytes, each.full_bytes, each.gather_ps)])
+    sizes_and_times = [figure for each in uses for figure in (each.kept_bytes, each.full_bytes, each.gather_ps)]
+    figures = words.largest(sizes_and_times, step)
     return [
         each._replace(kept_bytes=kept, full_bytes=full, gather_ps=ps)
         for each, kept, full, ps in zip(uses, figures[::3], figures[1::3], figures[2::3], strict=True)

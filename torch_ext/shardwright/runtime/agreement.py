@@ -225,17 +225,24 @@ class MeshWords(_Words):
     def exchange(self, step: str, mine: torch.Tensor) -> torch.Tensor:
         table = torch.zeros(len(self.ranks), mine.shape[-1], dtype=torch.int64)
         table[self.own] = mine
-        return self._all_reduce(table, dist.ReduceOp.SUM)  # other ranks have zeros in this rank's row
+        return self._all_reduce(table, dist.ReduceOp.SUM, step)  # other ranks have zeros in this rank's row
 
-    def largest(self, mine: bytes | Sequence[int]) -> list[int]:
-        """Returns the elementwise maximum over all ranks. All ranks must call, with the same number of values."""
+    def largest(self, mine: bytes | Sequence[int], step: str) -> list[int]:
+        """Returns the elementwise maximum over all ranks. All ranks must call, with the same number of values.
+
+        `step`: the name of the exchange in errors.
+        """
         is_bytes = isinstance(mine, bytes)
         values = torch.tensor(list(mine), dtype=torch.uint8 if is_bytes else torch.int64)
-        found: list[int] = self._all_reduce(values, dist.ReduceOp.MAX).tolist()
+        found: list[int] = self._all_reduce(values, dist.ReduceOp.MAX, step).tolist()
         return found
 
-    def _all_reduce(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
-        """Reduces over all dims of the mesh. The host does not wait for the device if the groups have a CPU backend."""
+    def _all_reduce(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType, step: str) -> torch.Tensor:
+        """Reduces over all dims of the mesh. The host does not wait for the device if the groups have a CPU backend.
+
+        Raises:
+            torch.distributed.DistBackendError: the exchange has failed or timed out.
+        """
         mesh = self.mesh
         if mesh.size() == 1:
             return values
@@ -243,8 +250,14 @@ class MeshWords(_Words):
         _runtime.drain([group.group_name for group in mesh.get_all_groups()])
         for group in mesh.get_all_groups():
             sent = values if has_cpu(group) else values.to(self._device)
-            dist.all_reduce(sent, op, group=group)
-            values = sent.cpu()
+            try:
+                dist.all_reduce(sent, op, group=group)
+                values = sent.cpu()
+            except RuntimeError as error:
+                raise dist.DistBackendError(
+                    f"shardwright: rank {self.ranks[self.own]} failed in {step}, on {ranks_text(self.ranks)}: one of "
+                    f"them has raised an error before, has ended, or is late\n{error}"
+                ) from error
         return values
 
 
