@@ -154,6 +154,9 @@ void Execution::release() {
   has_staged_input_ = false;
   buffers.swap(buffers_);
   outputs.swap(outputs_);
+  begin_event_.reset();
+  predecessor_events_.clear();
+  transfer_ends_.clear();
   groups_.clear();
 }
 

@@ -73,7 +73,8 @@ class Execution {
   // True once an instruction has failed. Takes no lock: the caller may hold the GIL, and a thread that runs an
   // instruction may need the GIL to free a tensor.
   bool failed() const { return has_failed_; }
-  // Drops the buffers, the outputs and the leases of groups. Call it only once the run is finished.
+  // Drops the buffers, the outputs, the events of transfers and the leases of groups. Call it only once the run is
+  // finished.
   void release();
 
   // Submits all remaining instructions to SideStream::kCompletion, so that the caller's stream can continue. Only for

@@ -44,6 +44,7 @@ BUDGETS = {
     "step": Calls(84, 57, 28),
     "offloaded step": Calls(96, 90, 48),
     "batch": Calls(20, 17, 15),
+    "asynchronous": Calls(0, 0, 0),
     "two streams": Calls(4, 4, 2),  # two redistributes. From here on, each one records an event for other streams
     "peer gather": Calls(8, 3, 2),
     "peer messages": Calls(10, 3, 2),
@@ -94,6 +95,13 @@ def _calls() -> dict[str, Callable[[], object]]:
             with stream:
                 sw.redistribute_local(part, rows, whole)
 
+    def beside_asynchronous() -> None:
+        handle = sw.redistribute_many([(part, rows, columns)], async_op=True)
+        result = sw.redistribute_local(part, rows, whole, async_op=True)
+        sw.redistribute_local(part, rows, whole)
+        handle.wait()
+        torch.ops._c10d_functional.wait_tensor(result)
+
     return {
         "product": lambda: sw.all_gather_matmul(x, weight, size=8, columns=8, method="ring", chunks=4, depth=3),
         "serial product": lambda: sw.matmul_reduce_scatter(x, weight, size=12, method="serial"),
@@ -101,6 +109,7 @@ def _calls() -> dict[str, Callable[[], object]]:
         "step": _step(),
         "offloaded step": _step(offload_policy=torch.distributed.fsdp.CPUOffloadPolicy()),
         "batch": lambda: sw.redistribute_many([(part, rows, columns), (part, rows, whole)], bucket_bytes=256),
+        "asynchronous": beside_asynchronous,
         "two streams": on_two_streams,
     }
 
