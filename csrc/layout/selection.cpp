@@ -53,6 +53,7 @@ std::vector<EvenPieces> even_pieces(const PieceList& pieces) {
     for (const Piece& piece : block) {
       EvenPieces group{piece.length, piece.a_position, piece.b_position, {}, {}};
       if (block.size() == 1) group.steps = repeats;
+      // A piece of a block that repeats may only join a group of its own block.
       const size_t first_joinable = count == 1 || block.size() == 1 ? 0 : first;
       if (groups.size() <= first_joinable || !try_join(groups.back(), group)) groups.push_back(group);
     }
@@ -167,7 +168,7 @@ Memory row_major_memory(const std::vector<int64_t>& shape) {
   return memory;
 }
 
-// Returns the axes of a local tensor with these strides, by dim of the tensor.
+// Returns the axes of a local tensor. `strides` has one stride per dim of the tensor.
 Memory strided_memory(const std::vector<LocalAxis>& axes, const std::vector<int64_t>& strides) {
   Memory memory;
   for (const LocalAxis& axis : axes) memory.emplace_back(axis, strides);
@@ -182,6 +183,7 @@ class BoxMaker {
     for (const PieceList& list : pieces) pieces_.push_back(even_pieces(list));
   }
 
+  // Appends all boxes. The offsets are those of the memory of both sides, in elements.
   void make(int64_t src_offset, int64_t dst_offset) { add_axis({src_offset, dst_offset, {}, {}, {}}, 0); }
 
  private:

@@ -9,7 +9,7 @@
 //   rows.boxes(CopySide::local(), CopySide::packed())   one box: 3 elements, from 1, 3, 5 of the sender to 0, 1, 2
 //   rows.boxes(CopySide::packed(), CopySide::local())   one box: 3 elements, from 0, 1, 2 to 0, 1, 2 of the receiver
 //   rows.contiguous_in_sender()                         -1: there are gaps
-//   rows.contiguous_in_receiver()                       0: one run from offset 0 on
+//   rows.contiguous_in_receiver()                       -1: no gaps, but three pieces, because the sender has gaps
 //   rows.slice(1, 3)                                    rows 3 and 5
 #pragma once
 
@@ -71,8 +71,9 @@ class Selection {
   // packed.
   std::vector<Box> boxes(const CopySide& from, const CopySide& to) const;
 
-  // Return the offset in the row-major local tensor if all elements are one run there, in order, else -1. A run counts
-  // as several runs if it is several pieces on the other side.
+  // Return the offset in the row-major local tensor if all elements are one run there, in order, else -1. Return -1
+  // also for one run that consists of several pieces: elements that are adjacent in this local tensor, but not in the
+  // other one.
   int64_t contiguous_in_sender() const { return contiguous(&Selection::sender_run); }
   int64_t contiguous_in_receiver() const { return contiguous(&Selection::receiver_run); }
 
@@ -84,8 +85,8 @@ class Selection {
 
   // Returns the number of common indices of each dim: the shape of the packed message.
   const std::vector<int64_t>& shape() const { return blocks_.front().shape; }
-  // Returns share `index` of `shares` along a dim. If the dim does not divide evenly, the first shares have one index
-  // more.
+  // Divides the selection along a dim into `shares` shares and returns share `index`. If the dim does not divide
+  // evenly, the first shares have one index more.
   Selection share(size_t dim, int64_t index, int64_t shares) const;
 
   // A part without gaps in either tensor: its sizes, and its first position in both tensors and in the packed message.
