@@ -21,6 +21,7 @@ class MessageClasses::OverlapSearch {
         own_part_(own_part),
         peer_layout_(direction == Direction::kReceive ? all.move_.before : all.move_.after) {}
 
+  // Returns the classes of overlaps with all parts of the rank's peers, itself included. Call it once.
   OverlapClasses classes() {
     if (own_part_.length > 0) {
       add_parts({{0, peer_layout_.shape()[tensor_dim_]}}, peer_layout_.cuts(tensor_dim_), 1);
@@ -73,13 +74,14 @@ class MessageClasses::OverlapSearch {
     for (int64_t c = coordinates.begin; c < coordinates.end; ++c) divide_further(first.rule.part(list, k, c), 1);
   }
 
+  // Returns true if the peers differ in their coordinates on the mesh dim of a cut.
   bool varies(const Cut& cut) const { return all_.move_.cutting_dims.contains(cut.mesh_dim); }
 
   // Adds the overlap with one part of a peer, counted `times` times, to an equal class or as a new one. Overlaps are
   // equal if the lengths of parts, the number of common indices and their runs are equal, and, with several rounds, the
   // common runs are equal up to a shift.
   void add(const IntervalList& list, int64_t times) {
-    KnownParts::Part peer_part(peer_layout_.restricted(tensor_dim_, list));
+    KnownParts::Part peer_part(peer_layout_.kept_indices(tensor_dim_, list));
     const bool receives = direction_ == Direction::kReceive;
     const KnownParts::Part& held = receives ? peer_part : own_part_;
     const KnownParts::Part& needed = receives ? own_part_ : peer_part;

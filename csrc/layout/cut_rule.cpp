@@ -271,14 +271,14 @@ bool CutRule::cuts_evenly_otherwise(int64_t n, int64_t k) const {
   throw InvariantError("the kind of a cut rule is unknown");
 }
 
-int64_t CutRule::largest(int64_t, int64_t) const {
+int64_t CutRule::coordinate_of_largest(int64_t, int64_t) const {
   if (kind_ == Kind::kOwned) return parameter_;
   if (kind_ != Kind::kRagged && !pieces_) return 0;
   const std::vector<int64_t> all = sizes();
   return std::max_element(all.begin(), all.end()) - all.begin();
 }
 
-int64_t CutRule::smallest(int64_t, int64_t k) const {
+int64_t CutRule::coordinate_of_smallest(int64_t, int64_t k) const {
   if (kind_ == Kind::kOwned) return parameter_ == k - 1 ? 0 : k - 1;
   if (kind_ != Kind::kRagged && !pieces_) return k - 1;
   const std::vector<int64_t> all = sizes();

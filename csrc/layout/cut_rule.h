@@ -77,7 +77,8 @@ class CutRule {
   IntervalList part(const IntervalList& list, int64_t k, int64_t coordinate) const;
   // Returns the length of a coordinate's part of a list of n elements.
   int64_t length(int64_t n, int64_t k, int64_t coordinate) const;
-  // Returns the maximum number of runs of a part, for a list of n elements without gaps.
+  // Returns an upper bound on the number of runs of a part, for a list of n elements without gaps. Parts of strided and
+  // packed rules may have fewer.
   int64_t runs(int64_t n, int64_t k) const;
 
   // ---- The parts of all coordinates
@@ -87,9 +88,9 @@ class CutRule {
   bool cuts_evenly(int64_t n, int64_t k) const {
     return is_strided_or_chunks() ? n % (parameter_ * k) == 0 : cuts_evenly_otherwise(n, k);
   }
-  // Return a coordinate with a largest part, and a coordinate with a smallest part.
-  int64_t largest(int64_t n, int64_t k) const;
-  int64_t smallest(int64_t n, int64_t k) const;
+  // Return a coordinate whose part is the longest, and a coordinate whose part is the shortest.
+  int64_t coordinate_of_largest(int64_t n, int64_t k) const;
+  int64_t coordinate_of_smallest(int64_t n, int64_t k) const;
   // True if no coordinate gets more than the coordinate before it, whatever n and k are.
   bool descends() const { return kind_ != Kind::kRagged && kind_ != Kind::kOwned && kind_ != Kind::kPieces; }
   // True if the largest part of a list is at least as long as the largest part of any shorter list.
@@ -98,22 +99,24 @@ class CutRule {
   bool makes_runs() const {
     return is_chunks() || kind_ == Kind::kRagged || kind_ == Kind::kBlocks || kind_ == Kind::kOwned;
   }
-  // Returns a range that contains all coordinates with a position in `range`, which must not be empty.
+  // Returns a range of coordinates. It contains every coordinate whose part has a position in `range`, which must not
+  // be empty.
   Interval coordinates_of(Interval range, int64_t n, int64_t k) const;
   // Returns 0 and each coordinate whose part is not a shifted copy of the previous coordinate's part.
   std::vector<int64_t> starts_of_like_parts(int64_t n, int64_t k) const;
 
   // ---- Composition with other cuts
 
-  // Returns the split factor of the strided cut that makes the same parts, if these have equal lengths and there is
-  // such a cut. Digits (exchange/digits.h) and canonical forms are made from it.
+  // Returns the split factor of the strided cut that makes the same parts as this rule. Returns nullopt if parts differ
+  // in length or there is no such cut. Digits (exchange/digits.h) and canonical forms are made from it.
   std::optional<int64_t> equal_split_factor(int64_t n, int64_t k) const;
   // Returns the rule that makes the same parts once the previous cut (`earlier`, over k coordinates) is gathered, or
   // nullopt if there is none. Example: chunks of chunks become SS with split factor k.
   std::optional<CutRule> with_gathered(const CutRule& earlier, int64_t k) const;
-  // Returns the rule with which this cut makes the same parts, of equal lengths, if the next cut (`later`, over k
-  // coordinates) is made first, or nullopt if there is none. Example: SS with split factor k, then chunks, makes the
-  // same parts as chunks by the second mesh dim, then chunks by the first.
+  // Swaps this cut with the next cut (`later`, over k coordinates), which keeps its rule. Returns the rule that this
+  // cut needs after the swap so that the two cuts make the same parts, or nullopt if there is none. Valid only for
+  // parts of equal lengths. Example with |b| = 2: SS(0,2) over a, then S(0) over b, makes the same parts as S(0) over
+  // b, then S(0) over a. So SS(0,2) becomes S(0).
   std::optional<CutRule> moved_after(const CutRule& later, int64_t k) const;
 
   // Appends integers that encode the rule. No encoding is a prefix of another.

@@ -272,7 +272,7 @@ IntervalList part_at(const Mesh& mesh, int64_t n, std::span<const Cut> cuts, int
 }
 
 IntervalList Layout::part(int tensor_dim, int64_t position) const {
-  return restricted(tensor_dim, part_at(*mesh_, shape_[tensor_dim], cuts_[tensor_dim], position));
+  return kept_indices(tensor_dim, part_at(*mesh_, shape_[tensor_dim], cuts_[tensor_dim], position));
 }
 
 Region Layout::region(int64_t position) const {
@@ -289,7 +289,7 @@ Layout Layout::restricted_to(int tensor_dim, IntervalList indices) const {
   return fewer;
 }
 
-IntervalList Layout::restricted(int tensor_dim, IntervalList list) const {
+IntervalList Layout::kept_indices(int tensor_dim, IntervalList list) const {
   if (!is_restricted() || tensor_dim != restricted_dim_) return list;
   return shared_indices(list, *indices_);
 }
@@ -324,7 +324,7 @@ int64_t largest_position(const Mesh& mesh, int64_t n, std::span<const Cut> cuts)
     std::map<int64_t, int64_t> finer;
     for (const auto& [length, position] : positions) {
       const bool follows_all = i + 1 < first_to_follow;
-      const int64_t largest = follows_all ? 0 : rule.largest(length, k);
+      const int64_t largest = follows_all ? 0 : rule.coordinate_of_largest(length, k);
       for (int64_t c = largest; c < (follows_all ? k : largest + 1); ++c) {
         finer.try_emplace(rule.length(length, k, c), position + c * stride);
       }

@@ -41,7 +41,7 @@ inline MeshDimSet dims_of(std::span<const Cut> cuts) {
 using ShardOrder = std::map<int64_t, std::vector<int>>;
 
 // The meaning of SS(d, f) (DTensorSpec.use_strided_shard_as_shard_order):
-//   kOrder    it only encodes the order of plain cuts, as with FSDP on top of tensor parallelism
+//   kOrder    f only encodes the order of plain cuts, as with FSDP on top of tensor parallelism
 //   kLiteral  the tensor really is cut into f times as many pieces
 //   kAuto     kOrder where the split factors can be decoded as an order, else kLiteral
 enum class StridedMeaning { kAuto, kOrder, kLiteral };
@@ -117,8 +117,8 @@ class Layout {
   // cuts() stay those of the full tensor, so lengths of parts cannot be derived from the cuts.
   Layout restricted_to(int tensor_dim, IntervalList indices) const;
   bool is_restricted() const { return indices_ != nullptr; }
-  // Returns the indices of `list`, a list of a tensor dim, that the restriction keeps.
-  IntervalList restricted(int tensor_dim, IntervalList list) const;
+  // Returns those indices of `list` that the restriction keeps, or all if the layout or `tensor_dim` is not restricted.
+  IntervalList kept_indices(int tensor_dim, IntervalList list) const;
 
   // Returns "[S(0), R]", or with the order of cuts if it is not mesh order: "[S(0)#1, S(0)#0]".
   std::string placements_string() const;

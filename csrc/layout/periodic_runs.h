@@ -29,8 +29,8 @@ struct KeyRun {
   int64_t value = 0;   // value of the first key
 };
 
-// Calls visit(piece) for each run of keys that two sequences with ascending keys share. The positions of the piece are
-// the values of its first key.
+// Calls visit(piece) for each run of keys that two sequences with ascending keys share. The piece's a_position and
+// b_position are the values of the run's first key in a and in b.
 template <typename Visit>
 void for_each_shared_key_run(const std::vector<KeyRun>& a, const std::vector<KeyRun>& b, const Visit& visit) {
   for (auto i = a.begin(), j = b.begin(); i != a.end() && j != b.end();) {
@@ -59,8 +59,8 @@ std::vector<PeriodicRuns> positions_by_index(const IntervalList& list);
 // Returns the map from local positions to indices of any list.
 std::vector<PeriodicRuns> indices_by_position(const IntervalList& list);
 
-// Returns the runs of keys that are in both maps, by ascending keys. The positions of a piece are the values of its
-// first key in map a and in map b.
+// Returns the runs of keys that are in both maps, by ascending keys. A piece's a_position and b_position are the values
+// of its first key in map a and in map b.
 PieceList intersect(const std::vector<PeriodicRuns>& a, const std::vector<PeriodicRuns>& b);
 
 }  // namespace shardwright

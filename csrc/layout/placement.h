@@ -25,7 +25,7 @@ enum class ReduceOp : uint8_t { kSum, kAvg, kMin, kMax, kProduct, kBitAnd, kBitO
 // Returns the op as in P(op): "sum", "band", ...
 const char* reduce_op_name(ReduceOp op);
 
-// In the order of the enumerators: R, S(d), SS(d,f), P(op), and all other shards.
+// kReplicate is R, kShard S(d), kStridedShard SS(d,f), kPartial P(op). kShardByRule is every other shard.
 enum class PlacementKind : uint8_t { kReplicate, kShard, kStridedShard, kPartial, kShardByRule };
 
 // Fields that the kind does not use keep their defaults, so that == may compare all fields.

@@ -8,8 +8,9 @@
 
 namespace shardwright {
 
-// Returns the positions with coordinate 0 on all other mesh dims, row-major over `mesh_dims` in the given order. They
-// also serve as offsets from a position with coordinate 0 on `mesh_dims`.
+// Returns the positions with all combinations of coordinates on `mesh_dims` and coordinate 0 on all other mesh dims, in
+// row-major order over `mesh_dims` as given. They also serve as offsets from a position with coordinate 0 on
+// `mesh_dims`.
 std::vector<int64_t> positions_along(const Mesh& mesh, const std::vector<int>& mesh_dims);
 
 }  // namespace shardwright

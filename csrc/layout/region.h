@@ -19,7 +19,7 @@
 
 namespace shardwright {
 
-// The indices [begin, end) of a tensor dim. The functions are those of RepeatingList's items.
+// The indices [begin, end) of a tensor dim. RepeatingList requires the functions (repeating_list.h).
 struct Interval {
   int64_t begin = 0;
   int64_t end = 0;  // exclusive

@@ -15,8 +15,8 @@
 // Invariants:
 //   - No item continues the item before it, across repetitions too. So lists that were built in different ways have the
 //     same items. Only the stored repetitions may differ.
-//   - Stored repetitions number at least kLeastRepeats, less one for each end at which an item was merged with an item
-//     outside. Fewer repetitions are listed, so most lists have none.
+//   - Items that repeat fewer than kLeastRepeats times are stored one by one, so most lists store no repetitions. A
+//     first or last repetition that was merged with an item outside the repetitions is stored item by item too.
 //
 // Memory and copies are O(stored items). Iteration is O(all items).
 #pragma once

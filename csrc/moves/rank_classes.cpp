@@ -49,7 +49,7 @@ void Corners::add(int64_t n, std::span<const Cut> cuts) {
   for (const auto& [mesh_dim, rule] : cuts) {
     if (rule.descends()) continue;
     const int64_t k = mesh_.dim_size(mesh_dim);
-    for (const int64_t c : {int64_t{0}, rule.largest(n, k), rule.smallest(n, k), k - 1}) {
+    for (const int64_t c : {int64_t{0}, rule.coordinate_of_largest(n, k), rule.coordinate_of_smallest(n, k), k - 1}) {
       is_new = examined_[mesh_dim].insert(c).second || is_new;
     }
     non_descending_dims_.insert(mesh_dim);
@@ -159,7 +159,7 @@ void RankClasses::split_by_shape(std::vector<IntervalList>& shapes, std::span<co
     const CutRule& rule = cuts[i].rule;
     const int64_t k = mesh_.dim_size(cuts[i].mesh_dim);
     if (!rule.descends()) {
-      for (const int64_t c : {rule.largest(0, k), rule.smallest(0, k)}) {
+      for (const int64_t c : {rule.coordinate_of_largest(0, k), rule.coordinate_of_smallest(0, k)}) {
         split_at(cuts[i].mesh_dim, c);
         split_at(cuts[i].mesh_dim, c + 1);
       }

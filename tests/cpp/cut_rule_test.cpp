@@ -138,13 +138,16 @@ TEST(CutRule, ReportsEqualPartsAndTheLargestPart) {
       are_equal = are_equal && part.size() == parts[0].size();
     }
     for (size_t c = 1; c < parts.size(); ++c) descends = descends && parts[c].size() <= parts[c - 1].size();
-    EXPECT_EQ(parts[rule.largest(n, k)].size(), most);
-    EXPECT_EQ(parts[rule.smallest(n, k)].size(), least);
+    EXPECT_EQ(parts[rule.coordinate_of_largest(n, k)].size(), most);
+    EXPECT_EQ(parts[rule.coordinate_of_smallest(n, k)].size(), least);
     EXPECT_TRUE(are_equal || !rule.cuts_evenly(n, k));
     EXPECT_TRUE(rule.cuts_evenly(n, k) || !are_equal || rule.is_strided_or_chunks());
     EXPECT_TRUE(descends || !rule.descends());
     if (rule.longer_lists_have_larger_parts() && rule.why_not(n + 1, k).empty()) {
-      EXPECT_LE(rule.length(n, k, rule.largest(n, k)), rule.length(n + 1, k, rule.largest(n + 1, k)));
+      const auto longest_part = [&](int64_t list_length) {
+        return rule.length(list_length, k, rule.coordinate_of_largest(list_length, k));
+      };
+      EXPECT_LE(longest_part(n), longest_part(n + 1));
     }
   });
 }
