@@ -11,7 +11,8 @@
 
 namespace shardwright {
 
-// Returns true if the reduction of this layout over these mesh dims is native. An ordered step is never native.
+// Return true if the pending reductions of a layout over these mesh dims, or the reduction of a step, are native. An
+// ordered step is never native.
 bool reduces_natively(const Layout& layout, MeshDimSet mesh_dims, Lowering lowering);
 bool reduces_natively(const Step& step, Lowering lowering);
 
@@ -35,7 +36,8 @@ Traffic all_reduce_traffic(int64_t num_held, int64_t k, int64_t index, int64_t i
 // Returns the index of a rank within its group over `mesh_dims`, by ascending rank.
 int64_t index_in_group(const Mesh& mesh, int64_t position, MeshDimSet mesh_dims);
 
-// Returns chunk `index` of k of a flat range of n elements, which begins at index * ceil(n / k).
+// Returns chunk `index` of the k chunks of a flat range of n elements. Chunks have ceil(n / k) elements; the last ones
+// may be short or empty.
 Interval flat_chunk(int64_t n, int64_t k, int64_t index);
 
 }  // namespace shardwright

@@ -28,6 +28,7 @@ class CornerTraffic {
     int64_t sent = 0;       // indices that the rank holds, summed over the parts after the move that need them
     int64_t receivers = 0;  // parts after the move, of the rank and its peers, with indices that the rank holds
   };
+  // `before` and `after` are numbers of lists of this tensor dim.
   const Factors& factors(int tensor_dim, int before, int after, MeshDimSet varying, Corner corner);
 
   // Returns the elements of the tensor that the rank at a corner holds. `lists` has one list for each tensor dim.

@@ -31,7 +31,7 @@ class CutLists {
   // Returns the number of a list of cuts of a tensor dim, which is added if it is new.
   int number_of(int tensor_dim, const std::vector<Cut>& cuts);
   const CutList& at(int tensor_dim, int number) const { return lists_[tensor_dim][number]; }
-  // Returns how many lists of a tensor dim are numbered.
+  // Returns the number of lists of a tensor dim.
   size_t size(int tensor_dim) const { return lists_[tensor_dim].size(); }
   // Returns the corners for the lists without digits.
   const Corners& corners() const { return corners_; }

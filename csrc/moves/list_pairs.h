@@ -76,7 +76,9 @@ class ListPairs {
     std::vector<ListPair*> pairs;
   };
 
+  // Computes the facts about a pair that is not in its table, and adds them.
   ListPair& add(int tensor_dim, int before, int after);
+  // Returns the facts about a pair. ListPair::subdivides is set only if digits describe both lists.
   ListPair compute(int tensor_dim, const CutList& before, const CutList& after) const;
   // Sets the closed form and the ties, unless there are more than kMaxTies.
   void set_closed_form(ListPair& pair, const Matching& matching) const;

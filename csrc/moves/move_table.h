@@ -1,8 +1,8 @@
 // Moves between layouts and their costs, for a search that needs thousands of them.
 //
-// A state of the search is a list of cuts for each tensor dim and a set of pending mesh dims. Every mesh dim cuts at
-// most one tensor dim, so the existence and the bytes of a move factorize over tensor dims. Lists of cuts are therefore
-// numbered, and the facts about each pair of lists are computed once.
+// A state of the search is a list of cuts for each tensor dim and the set of mesh dims with pending reductions. Every
+// mesh dim cuts at most one tensor dim, so the existence and the bytes of a move factorize over tensor dims. Lists of
+// cuts are therefore numbered, and the facts about each pair of lists are computed once.
 //
 //   list          a list of cuts of one tensor dim, or its number (moves/cut_lists.h)
 //   pair          the list of one tensor dim before a move and the list after it (moves/list_pairs.h)
@@ -27,9 +27,9 @@ using Cuts = std::vector<std::vector<Cut>>;  // the list of cuts of each tensor 
 
 class MoveTable {
  public:
-  // States have the mesh, shape and dtype of `layout`, and its reductions on their pending mesh dims. With `ordered`,
-  // reductions add in the order of positions; otherwise native collectives are used if there are any. Ranks whose
-  // coordinates differ on a mesh dim of `between_nodes` count as ranks of different nodes.
+  // All states have the mesh, shape and dtype of `layout`. The op of a pending reduction is the op of `layout` on the
+  // same mesh dim. With `ordered`, reductions add in the order of positions; otherwise native collectives are used if
+  // there are any. Ranks whose coordinates differ on a mesh dim of `between_nodes` count as ranks of different nodes.
   MoveTable(const Layout& layout, Lowering lowering, bool ordered = false, MeshDimSet between_nodes = {});
 
   struct State {
@@ -57,8 +57,8 @@ class MoveTable {
 
   // Returns the move between two states, as move_between() in moves/move.h does for layouts.
   std::optional<Move> move(const State& before, const State& after, const std::vector<MeshDimSet>& allowed);
-  // Returns the exchange in which replicas share the sending in whole messages, if that reduces what the worst rank
-  // sends and the reduction follows from digits. Otherwise returns nullopt.
+  // Returns `exchange` with replicas that share the sending (ReplicaPolicy::kWholeMessages), if digits show that its
+  // worst rank then sends less. Otherwise returns nullopt.
   std::optional<Move> sending_whole_messages(const State& before, const State& after, const Move& exchange,
                                              const std::vector<MeshDimSet>& allowed);
   // Returns false if a quick test shows that `move` does not return a slice.

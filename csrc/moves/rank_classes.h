@@ -95,7 +95,7 @@ struct RankSample {
 //
 //   S(0) -> R over a of 8, 10 rows: parts of 2 2 2 2 2 0 0 0 rows, ranges [0, 5) and [5, 8)
 //   S(0) over a -> S(0) over b, 10 rows: every coordinate is a range of its own
-//   S(0) over a -> S(1) over b, even: one range on each
+//   S(0) over a -> S(1) over b, both even: one range on a, one range on b
 class RankClasses {
  public:
   // Puts all ranks of the mesh into one class.
@@ -109,8 +109,8 @@ class RankClasses {
   // Makes every coordinate of these mesh dims a range of its own.
   void split_all(MeshDimSet mesh_dims);
 
-  // Returns one rank of each class. If there are more than `max_ranks` classes, returns the ranks at outermost and
-  // boundary coordinates.
+  // Returns one rank of each class. If there are more than `max_ranks` classes, the sample is incomplete: at most
+  // `max_ranks` ranks, at the outermost coordinates and at the starts of ranges.
   RankSample sample(int64_t max_ranks = kMaxRanksExamined) const;
 
  private:
@@ -123,8 +123,8 @@ class RankClasses {
   void split_by_shape(std::vector<IntervalList>& shapes, std::span<const Cut> cuts);
   // Begins a range of a mesh dim at this coordinate.
   void split_at(int mesh_dim, int64_t coordinate);
-  // Returns the ranks at all combinations of these coordinates, by mesh dim. A weight is right if these are the starts
-  // of ranges.
+  // Returns the ranks at all combinations of these coordinates, by mesh dim. Weights are right only if the coordinates
+  // are the starts of all ranges.
   RankSample product(const std::vector<std::vector<int64_t>>& coordinates) const;
 
   const Mesh& mesh_;

@@ -97,7 +97,7 @@ std::vector<int64_t> lengths_of_runs(const Cut& cut, int64_t n, int64_t k) {
 // Returns the cell length of one layout: the greatest common divisor of the lengths of all runs. For example, S(0) of
 // 16 rows over 4 ranks has cells of 4 rows. The last cut may make runs of unequal lengths; returns 0 for other unequal
 // parts, which have no cells.
-int64_t cell_of(const Layout& layout, int tensor_dim) {
+int64_t cell_length_of(const Layout& layout, int tensor_dim) {
   const std::vector<Cut>& cuts = layout.cuts(tensor_dim);
   const int64_t n = layout.shape()[tensor_dim];
   int64_t cell = n;
@@ -152,7 +152,7 @@ int64_t cell_length(const Plan& plan, int tensor_dim) {
   for_each_layout(plan, [&](const Layout& layout) {
     if (layout.flattened() > 1) cell = 0;  // a flattened layout has other dims
     if (cell == 0 || layout.cuts(tensor_dim).empty()) return;
-    const int64_t own = cell_of(layout, tensor_dim);
+    const int64_t own = cell_length_of(layout, tensor_dim);
     cell = own == 0 ? 0 : std::gcd(cell, own);
   });
   return cell;

@@ -7,9 +7,10 @@
 // borders, each segment has one range. Example: 16 rows that are S(0) over 4 ranks before and over 2 after have borders
 // at 0, 4, 8, 12 and 16. In two segments, the first has rows 0, 1, 4, 5, 8, 9, 12 and 13.
 //
-// Segments are *uniform* if all mesh dims, on both meshes and in every step, cut the tensor dim at multiples of a cell,
-// and the number of segments divides the cell (4 rows in the example). Then every segment is a tensor with the same
-// kind of placements whose tensor dim is `count` times shorter, and the costs and programs of one segment hold for all.
+// A *cell* is a range of indices that all parts of all layouts of the plan hold either fully or not at all. Cells have
+// one length and begin at its multiples; in the example, a cell has 4 rows. Segments are *uniform* if there are cells
+// and the number of segments divides their length. Then every segment is a tensor with the same kind of placements
+// whose tensor dim is `count` times shorter, and the costs and programs of one segment hold for all.
 //
 // *Non-uniform* segments: from any run of indices, segment i takes as many indices as the run has with remainder i
 // modulo `count`. So its share of each run of a part differs from an equal share by less than one index. Example:
@@ -39,9 +40,9 @@ constexpr int64_t kMaxNonUniformSegments = 32;
 constexpr int64_t kMaxBorders = 4096;  // borders of the tensor dim
 constexpr int64_t kMaxRanksInNonUniformSegments = 512;
 
-// Returns the length of the cells of a tensor dim, in indices. Returns 0 if the parts of some layout of the plan are
-// not made of cells, or if some layout flattens dims. Parts of unequal lengths have cells only if the last cut makes
-// them unequal and each is one run of its list.
+// Returns the length of the cells of a tensor dim, in indices, or 0 if none are known. None are known if some layout of
+// the plan flattens dims, or if some layout has parts of unequal lengths, unless only its last cut makes them unequal
+// and each part is one run of the list that this cut divides.
 int64_t cell_length(const Plan& plan, int tensor_dim);
 
 // Returns true if a plan can be carried out in these segments. Several segments require a plan between two meshes,

@@ -80,8 +80,8 @@ bool have_same_indices(const std::vector<IntervalList>& a, const std::vector<Int
   return shared == total_a;
 }
 
-// Drops the last cuts while they are gathered: together, their parts are the list that they cut. Keeps cuts by rules
-// that are no partition.
+// Drops gathered cuts from the end of the list, because the parts of such a cut together are the list that it divides.
+// Stops at a cut whose rule is not a partition.
 CutList without_gathered_tail(CutList cuts, MeshDimSet gathered) {
   while (!cuts.empty() && gathered.contains(cuts.back().mesh_dim) && cuts.back().rule.is_partition()) cuts.pop_back();
   return cuts;

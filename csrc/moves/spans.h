@@ -15,8 +15,8 @@ namespace shardwright {
 std::vector<Cut> canonical(const Mesh& mesh, int64_t n, std::vector<Cut> cuts);
 
 // Returns true if every rank holds the same elements in the same order in both layouts, which are on one mesh. Compares
-// the canonical lists, and the parts if these have rules other than strided cuts and chunks. On more than 2^16 ranks it
-// may return false for equal parts.
+// the canonical lists of cuts. If they differ and have rules other than chunks and strided cuts, compares the parts of
+// up to 2^16 ranks; with more ranks, the result is false even if the parts are equal.
 bool same_parts(const Layout& a, const Layout& b);
 
 // Returns true if each set of ranks with equal coordinates on `kept` together holds the same elements of a tensor dim

@@ -12,10 +12,10 @@ namespace shardwright {
 
 enum class StepOp : uint8_t {
   kSlice,          // local: keep a subset of the elements held
-  kPartition,      // local: R -> P, such that reducing gives the value back
+  kPartition,      // local: R -> P, with contributions that reduce to the value
   kZeroFill,       // local: S -> P(sum), the own part and zeros elsewhere
   kAllGather,      // every rank receives all members' parts
-  kAllToAll,       // every rank sends every other rank an equal part
+  kAllToAll,       // every rank sends every other rank an equal share of its part
   kPermute,        // every rank sends its whole part to one other rank
   kExchange,       // every rank sends each peer what that peer needs
   kReduceScatter,  // reduce, each rank keeps a part

@@ -16,7 +16,8 @@
 namespace shardwright {
 namespace {
 
-// Returns true if all cut rules descend. Then the largest part of every group is at its first coordinates.
+// Returns true if all cut rules descend (CutRule::descends). Then the rank at a group's first coordinates has the
+// largest part of the group.
 bool first_part_is_largest(const Layout& layout) {
   return std::all_of(layout.cuts().begin(), layout.cuts().end(), [](const std::vector<Cut>& cuts) {
     return std::all_of(cuts.begin(), cuts.end(), [](const Cut& c) { return c.rule.descends(); });
@@ -35,8 +36,8 @@ bool is_uneven_by_rule(const Step& step) {
   return has_rule(step.before) || has_rule(step.after);
 }
 
-// Returns the maxima over ranks, from the traffic of one rank of each class. Skips ranks outside of position 0's group
-// if that group has the maxima.
+// Returns the maxima over ranks, from the traffic of one rank of each class. If position 0's group has the maxima, only
+// examines ranks of this group.
 StepCounts counts_over_classes(const Step& step, Lowering lowering) {
   StepCounts maxima;
   const MeshStepTraffic traffic(step, lowering);
@@ -160,7 +161,7 @@ class Pipeline {
   }
 
   // Returns the time of `count` segments, each of which moves the fraction shares[s] of the bytes of step s. `copies`
-  // is the time of all local copies. In pipeline stage i, segment j is in step i - j.
+  // is the time of all local copies, in picoseconds. In pipeline stage i, segment j is in step i - j.
   int64_t picoseconds(int64_t count, const std::vector<Share>& shares, int64_t copies) const {
     const auto last = static_cast<int64_t>(steps_.size()) - 1;
     int64_t total = copies;
@@ -175,15 +176,15 @@ class Pipeline {
     return total;
   }
 
-  // Return the time of the plan in `count` segments, which are equal or have the given shares.
-  int64_t picoseconds_in(int64_t count) const {
+  // Return the time if the plan is divided into `count` segments, which are equal or have the given shares.
+  int64_t picoseconds_divided(int64_t count) const {
     return picoseconds(count, std::vector<Share>(steps_.size(), {1, count}), copies_);
   }
-  int64_t picoseconds_in(int64_t count, const std::vector<Share>& shares) const {
+  int64_t picoseconds_divided(int64_t count, const std::vector<Share>& shares) const {
     return picoseconds(count, shares, copies_);
   }
-  // Returns the time of `count` segments if the plan is that of one uniform segment.
-  int64_t picoseconds_of(int64_t count) const {
+  // Returns the time if the plan, that of one uniform segment, is repeated for `count` segments.
+  int64_t picoseconds_repeated(int64_t count) const {
     return picoseconds(count, std::vector<Share>(steps_.size()), saturating_product(copies_, count));
   }
 
@@ -242,8 +243,8 @@ class NonUniformSegments {
 int64_t predicted_picoseconds(const Plan& plan) {
   if (plan.segments.count > 1) {
     const int64_t count = plan.segments.count;
-    if (are_uniform(plan)) return Pipeline(plans_of_segments(plan).front()).picoseconds_of(count);
-    return Pipeline(plan).picoseconds_in(count, NonUniformSegments(plan, plan.segments.tensor_dim).shares(count));
+    if (are_uniform(plan)) return Pipeline(plans_of_segments(plan).front()).picoseconds_repeated(count);
+    return Pipeline(plan).picoseconds_divided(count, NonUniformSegments(plan, plan.segments.tensor_dim).shares(count));
   }
   int64_t total = 0;
   for (const Step& step : plan.steps) {
@@ -258,7 +259,7 @@ namespace {
 constexpr int64_t kNonUniformCounts[] = {2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32};
 constexpr int64_t kNonUniformGainDivisor = 50;
 
-// Returns the largest number of uniform segments, a power of two, and the tensor dim that allows it.
+// Returns the largest number of uniform segments that is a power of two, and the tensor dim that allows it.
 Segments most_uniform(const Plan& plan) {
   Segments most;
   for (int t = 0; t < plan.src.ndim(); ++t) {
@@ -282,14 +283,14 @@ void try_non_uniform(const Plan& plan, const Pipeline& pipeline, TimedSegments& 
   };
   std::vector<int64_t> counts;  // counts that are fast enough even with equal shares, which are the best case
   for (const int64_t count : kNonUniformCounts) {
-    if (is_faster(pipeline.picoseconds_in(count))) counts.push_back(count);
+    if (is_faster(pipeline.picoseconds_divided(count))) counts.push_back(count);
   }
   for (int t = 0; t < plan.src.ndim() && !counts.empty(); ++t) {
     if (!can_run_in_segments(plan, {t, counts.front()})) continue;
     const NonUniformSegments segments(plan, t);
     for (const int64_t count : counts) {
       if (count > plan.src.shape()[t]) break;
-      const int64_t time = pipeline.picoseconds_in(count, segments.shares(count));
+      const int64_t time = pipeline.picoseconds_divided(count, segments.shares(count));
       if (is_faster(time)) best = {{t, count}, time};
     }
   }
@@ -306,7 +307,7 @@ TimedSegments best_timed_segments(const Plan& plan) {
   if (!may_be_uniform && !may_be_non_uniform) return best;
   const Pipeline pipeline(plan);
   for (int64_t count = 2; may_be_uniform && count <= most.count; count *= 2) {
-    const int64_t time = pipeline.picoseconds_in(count);
+    const int64_t time = pipeline.picoseconds_divided(count);
     if (time < best.picoseconds) best = {{most.tensor_dim, count}, time};
   }
   if (may_be_non_uniform) try_non_uniform(plan, pipeline, best);

@@ -10,8 +10,8 @@
 
 namespace shardwright {
 
-// Returns the link between nodes if any message goes from one node to another, else the link within nodes. (Links of
-// single mesh dims apply within one mesh only.)
+// Returns the link between nodes if any message goes from one node to another, else the link within nodes. Ignores the
+// links of single mesh dims.
 Link link_of(const Exchange& exchange, const Topology& topology);
 // Returns the slowest link that a step uses.
 Link link_of(const Step& step, const Topology& topology);

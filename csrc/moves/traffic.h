@@ -57,8 +57,8 @@ Traffic traffic_at(const Plan& plan, Rank rank);
 // already hold what they need.
 bool communicates(const Step& step);
 
-// The traffic of a step or a plan. `_max` is the count of the worst rank, `_sum` is over all ranks. The maxima may be
-// of different ranks.
+// The traffic of a step or a plan over all ranks. `_max` is the largest count of a rank, `_sum` the sum over ranks. The
+// maxima may be of different ranks.
 struct TrafficTotals {
   int64_t received_bytes_max = 0;
   int64_t received_bytes_sum = 0;
