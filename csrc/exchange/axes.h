@@ -3,9 +3,9 @@
 //
 // An *axis* is a tensor dim. Tensor dims that one side flattens form one axis of all their elements on both sides. A
 // mesh dim whose reduction is pending before and after is an axis too, which the mesh dim itself cuts: each of its
-// coordinates has a tensor of its own. An *axis shard* is one combination of coordinates on the mesh dims that cut the
-// axis. It has the list of the elements that the ranks with these coordinates store, in local order. A part is one
-// shard of each axis. The *candidate senders* of a part of the source are the ranks that have its shards.
+// coordinates has a tensor of its own. An *axis shard* is the list of indices of the axis that ranks with one
+// combination of coordinates on the cutting mesh dims store, in local order. A part is one shard of each axis. The
+// *candidate senders* of a part of the source are the ranks that have its shards.
 //
 // Example: (4, 6, 8) elements, of which the source flattens the first two dims and cuts them by a=2 as
 // Ragged(0,10:14), and the destination cuts dim 1 by a. Both sides have two axes: axis 0 of 24 elements and axis 1

@@ -32,8 +32,8 @@ class Cells {
  public:
   static constexpr int64_t kMaxCells = 4096;
 
-  // Returns nullopt if there are more than kMaxCells cells or if listing them takes too long. `ranks` are the ranks of
-  // both meshes. Ranks of the result are indices in this list.
+  // Finds all cells. Returns nullopt if there are more than kMaxCells or if listing them takes too long. `ranks` are
+  // the ranks of both meshes. In the result, ranks are indices in this list.
   static std::optional<Cells> of(const AxisGrid& src, const AxisGrid& dst, const std::vector<Rank>& ranks);
 
   // A class: elements of one axis.
@@ -51,10 +51,10 @@ class Cells {
   const std::vector<Class>& classes(size_t axis) const { return classes_[axis]; }
   const std::vector<Cell>& all() const { return cells_; }  // only cells that have receivers
 
-  // Return the least possible load of the busiest sender, in elements (exchange/exchange_bound.h).
+  // Return the least number of elements that the busiest sender must send (exchange/exchange_bound.h).
   Ratio direct_load() const;     // if only candidate senders send
   Ratio forwarded_load() const;  // if receivers also send received data
-  Ratio leaving_load() const;    // of the one copy of each cell that must leave its candidate senders
+  Ratio leaving_load() const;    // if candidate senders send each cell only once, and other ranks do the rest
 
   // Returns, by cell, the index of each sender and the number of elements that it sends to all receivers together. No
   // rank sends more than `most` elements, plus up to one element for each cell if ranks have the same shards on both

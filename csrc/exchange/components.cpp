@@ -8,7 +8,7 @@
 namespace shardwright {
 
 // Finds each component by a breadth-first search from its first member.
-Components components_of(size_t num_members, std::span<const PartNumbers> conditions) {
+Components components_of(size_t num_members, std::span<const OverlapCondition> conditions) {
   const size_t k = num_members;
   std::vector<IndexSet> receivers(k, IndexSet::all_of(k));  // by member
   std::vector<IndexSet> senders(k, IndexSet::all_of(k));    // by member

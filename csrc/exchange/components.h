@@ -1,4 +1,5 @@
-// The connected components of the members of a group that exchange data. Members are numbered.
+// Divides the members of a group into connected components: two members are in one component if they exchange data,
+// directly or through other members. Members are numbered.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +16,7 @@ struct Components {
 };
 
 // A condition for messages: member a sends to member b only if (held[a], needed[b]) is in `overlaps`.
-struct PartNumbers {
+struct OverlapCondition {
   std::vector<int> held;                      // by member: number of the part that it holds
   std::vector<int> needed;                    // by member: number of the part that it needs
   std::vector<std::pair<int, int>> overlaps;  // pairs of a held and a needed part, by number, with common elements
@@ -25,6 +26,6 @@ struct PartNumbers {
 //
 // Example: 4 members, one condition: held 0 0 1 1, needed 0 0 1 1, overlaps (0, 0) and (1, 1). The components are
 // {0, 1} and {2, 3}, and in both all pairs exchange data.
-Components components_of(size_t num_members, std::span<const PartNumbers> conditions);
+Components components_of(size_t num_members, std::span<const OverlapCondition> conditions);
 
 }  // namespace shardwright

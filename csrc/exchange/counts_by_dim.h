@@ -8,7 +8,7 @@
 // and 1, and needs rows 0 to 4 of all columns.
 //
 //   sources     1 coordinate of a has its rows, 2 coordinates of b have its columns: 1 * 2 ranks, itself included
-//   receivers   1 coordinate of b needs its rows, and both coordinates of a do: 1 * 2 ranks, itself included
+//   receivers   1 coordinate of b needs its rows, on both coordinates of a: 1 * 2 ranks, itself included
 //   traffic     it receives 5 * 4 - 5 * 2 = 10 elements in 1 message, and sends 5 * 2 * 2 - 5 * 2 = 10 in 1 message
 #pragma once
 

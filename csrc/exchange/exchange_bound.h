@@ -11,11 +11,12 @@ namespace shardwright {
 // senders are the ranks with the source's part. Its n receivers are the ranks with the destination's part that do not
 // hold the cell.
 //
-// With pending reductions, each element has k contributions. In the best case the set C of ranks that hold them is as
-// small as possible and overlaps the destination's set D of ranks as much as possible, so |C u D| - 1 transfers per
-// element are necessary. If `dst` is partial, a rank may hold any share of the value, so D counts ranks that differ
-// only in partial mesh dims once. With pending reductions the bound for the busiest rank is the mean, and
-// direct_is_exact and forwarded_is_exact are false.
+// With pending reductions, each element has several contributions. Let C be ranks that together hold all contributions
+// to an element, one rank for each, and D the ranks that need the element. Transfers must connect all ranks of C and D,
+// so the element takes at least |C u D| - 1 transfers; C is chosen so that this number is smallest. If `dst` is
+// partial, a rank may hold any share of the value, so of ranks that differ only in partial mesh dims, D has one. With
+// pending reductions, the bounds for the busiest rank are means over ranks, and direct_is_exact and forwarded_is_exact
+// are false.
 //
 // Example: 12 elements that ranks 0 and 1 hold as S(0), and that ranks 2, 3 and 4 need as R. There are two cells of 6
 // elements, each with one sender and three receivers.

@@ -6,14 +6,14 @@
 //
 // The senders of a part share the sending. The elements that its receivers need are arranged in a *queue*: one replica
 // of the destination after the other, each in the order of its parts. The elements of one receiver are its *section*
-// of the queue. The queue is divided into *ranges* of equal length, one for each sender, in mesh order. All queues use
-// the length that covers the longest queue: shorter ranges would split more messages without relieving the busiest
-// rank. But if each sender can serve whole replicas of the destination within this length, the ranges of the queue have
-// the length of these replicas.
+// of the queue. The queue is divided into *ranges* of equal length, one for each sender, in mesh order. The length, the
+// queue's *quota*, covers the longest queue of all parts: shorter ranges would split more messages without relieving
+// the busiest rank. Exception: if whole replicas of the destination can be divided among the senders so that none sends
+// more than this length, the quota is the length of one sender's replicas.
 //
 // With ReplicaPolicy::kEvenBytes a range may end anywhere, and the busiest rank sends the least possible without
 // forwarding, rounded up to elements. With ReplicaPolicy::kWholeMessages a message is sent by the rank whose range
-// contains its middle, and the busiest rank sends less than one message more.
+// contains its middle, so the busiest rank sends less than one message more than with kEvenBytes.
 //
 // Example: 12 rows from ranks 0 to 3 on (a=2, b=2) as [S(0), R] to ranks 4 to 6 on (c=3) as [S(0)], by
 // ReplicaPolicy::kEvenBytes:
@@ -111,8 +111,8 @@ class GridExchange final : public Exchange {
     int64_t received_bytes_sum = 0;
   };
   Totals totals(int64_t rounds = 1) const;
-  // Returns a lower bound on totals().maxima without visiting messages. Sent messages are not counted. Sent bytes may
-  // be higher with kWholeMessages, received messages with kEvenBytes.
+  // Returns a lower bound on totals().maxima without visiting messages. Sent messages are 0. Sent bytes are exact only
+  // with kEvenBytes, received messages only with kWholeMessages; the other counts are exact.
   StepCounts maxima_lower_bound() const;
 
  private:

@@ -50,7 +50,7 @@ class IndexedExchange final : public Exchange {
 
   const std::vector<Rank>& ranks() const override { return ranks_; }
   bool communicates() const override { return !message_ranges_.empty(); }
-  int64_t total_needed_elements() const override;  // counts elements that may move
+  int64_t total_needed_elements() const override;  // with an index map, counts only elements that the map moves
   std::vector<MessageSize> message_sizes(Rank rank, Direction direction) const override;
   std::vector<Message> messages(Rank rank, Direction direction) const override;
   std::optional<Region> region(Rank rank, Direction side) const override;

@@ -175,8 +175,8 @@ const Components& MeshExchange::components(Group& group) const {
 // equal coordinates on the replica dims. In a regular exchange, the sender's tie values before must also be the
 // receiver's tie values after (exchange/regular_counts.h). In other exchanges the parts of every tensor dim must
 // overlap.
-std::vector<PartNumbers> MeshExchange::conditions(const Group& group) const {
-  PartNumbers numbers;
+std::vector<OverlapCondition> MeshExchange::conditions(const Group& group) const {
+  OverlapCondition numbers;
   if (group.sending) {
     const auto k = static_cast<int>(group.positions.size());
     for (int from = 0; from < k; ++from) {
@@ -198,9 +198,9 @@ std::vector<PartNumbers> MeshExchange::conditions(const Group& group) const {
     numbers.needed.push_back(number_of(regular_ ? regular_->tie_values_after(member) : std::vector<int64_t>(), member));
   }
   for (int v = 0; v < static_cast<int>(known.size()); ++v) numbers.overlaps.emplace_back(v, v);
-  std::vector<PartNumbers> all{std::move(numbers)};
+  std::vector<OverlapCondition> all{std::move(numbers)};
   for (int t = 0; t < (regular_ ? 0 : move_.before.ndim()); ++t) {
-    PartNumbers& parts = all.emplace_back();
+    OverlapCondition& parts = all.emplace_back();
     std::map<const KnownParts::Part*, int> held;  // the address of a cached part identifies it
     std::map<const KnownParts::Part*, int> needed;
     for (const int64_t member : group.positions) {

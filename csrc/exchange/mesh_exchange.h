@@ -128,7 +128,7 @@ class MeshExchange final : public Exchange {
   // Returns true if the rank at one position has elements for the rank at another position of the same group.
   bool sends_to(const Group& group, int64_t from, int64_t to) const;
   // Returns the conditions under which a member of a group has elements for another.
-  std::vector<PartNumbers> conditions(const Group& group) const;
+  std::vector<OverlapCondition> conditions(const Group& group) const;
   bool find_all_exchange(Group& group) const;  // computes all_exchange()
 
   const ReplicaPolicy policy_;

@@ -20,9 +20,10 @@ struct NearestCut {
 //
 // Example: 6 rows on ranks 0, 1 and 2, so at most 2 on each. Rank 0 holds rows 0 to 3, and rank 1 rows 0 and 1.
 //
-//   rank 0 takes 2 rows that it holds:                   rank 0: rows 0 and 1
-//   rank 1 takes them, and rank 0 others that it holds:  rank 0: rows 2 and 3    rank 1: rows 0 and 1
-//   rank 2 gets the rows that are left:                  rank 2: rows 4 and 5
+//   rank 0 keeps 2 of its rows               rank 0: rows 0 and 1
+//   rank 1 holds only rows 0 and 1, so       rank 1: rows 0 and 1
+//     rank 0 keeps 2 of its other rows       rank 0: rows 2 and 3
+//   rank 2 gets the rows that nobody keeps   rank 2: rows 4 and 5
 NearestCut nearest_cut(const Layout& src, const std::vector<Rank>& ranks);
 
 }  // namespace shardwright

@@ -1,6 +1,7 @@
-// Chooses the sender of a part for each receiver, with senders on the receiver's own node first.
+// Divides the elements that receivers need of one part of the source among the part's candidate senders. A receiver's
+// own node comes first.
 //
-// On each node the senders divide the elements that the node's ranks need, so that these elements do not enter the
+// On each node, the node's senders divide the elements that its receivers need, so that these elements do not enter the
 // node. But no sender sends more than a limit within its node. The remaining elements are divided among all senders so
 // that the busiest sends as little as possible. Example: nodes of two ranks and a limit of 20. Ranks 0 and 2 hold a
 // part of which ranks 1, 3, 5 and 7 need 10 elements each:

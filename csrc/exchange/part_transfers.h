@@ -30,8 +30,8 @@ class Transfer {
   Transfer() = default;  // no elements
   Transfer(const Extent& whole, const std::vector<Extent>* rounds) : whole_(whole), rounds_(rounds) {}
   int64_t count() const { return whole_.count; }  // elements of all rounds
-  Extent in_round(int64_t round) const;
-  bool is_contiguous_in_some_round() const;  // true if elements are contiguous in some round, on some side
+  Extent in_round(int64_t round) const;           // of the elements that this round sends
+  bool is_contiguous_in_some_round() const;       // true if elements are contiguous in some round, on some side
 
  private:
   Extent whole_;

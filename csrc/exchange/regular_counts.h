@@ -20,8 +20,9 @@ namespace shardwright {
 
 class RegularCounts {
  public:
-  // Returns nullopt if the exchange is not regular. The layouts must be on one mesh and outlive the object. Each rank
-  // receives from the replicas with its own coordinates, in `rounds` rounds.
+  // Returns nullopt if the exchange is not regular. The layouts must be on one mesh and outlive the object. Of several
+  // replicas of a part, a rank receives from the replica with the rank's own coordinates (ReplicaPolicy::kAligned), in
+  // `rounds` rounds.
   static std::optional<RegularCounts> of(const Layout& before, const Layout& after, int64_t rounds);
 
   // Returns the traffic of a rank in all rounds.
@@ -30,11 +31,11 @@ class RegularCounts {
   Traffic upper_bound() const;
 
   bool has_ties() const { return !ties_.empty(); }
-  // Return the value of each tie in a rank's part before the move, and in its part after the move. The
-  // sender's part and the receiver's part have common elements if and only if the sender's values before are the
-  // receiver's values after.
+  // Return the value of each tie in a rank's part before the move, and in its part after the move.
   std::vector<int64_t> tie_values_before(int64_t position) const;
   std::vector<int64_t> tie_values_after(int64_t position) const;
+  // Returns true if tie_values_before(from) equals tie_values_after(to). Exactly then the part that `from` holds has
+  // elements that `to` needs.
   bool ties_agree(int64_t from, int64_t to) const;
 
  private:
