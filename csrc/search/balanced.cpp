@@ -106,7 +106,7 @@ std::vector<int64_t> sent_by_coordinate(const Layout& before, const Layout& stri
 
 }  // namespace
 
-std::optional<Layout> balanced(const Layout& before, const Layout& stripes, const Layout& goal) {
+std::optional<Layout> balanced_stripes(const Layout& before, const Layout& stripes, const Layout& goal) {
   const Mesh& mesh = stripes.mesh();
   std::optional<StripedDim> striped;
   int mesh_dim = -1;

@@ -17,16 +17,18 @@
 
 namespace shardwright {
 
-// Returns stripes of uneven lengths. `stripes` becomes `goal`, on the same mesh, by a gather over some mesh dims. The
-// result is `stripes` with the lengths of one of these mesh dims chosen such that the busiest rank sends as little as
-// possible in the crossing from `before` and in the gather together. Returns nullopt unless one of these mesh dims
-// is the last to cut its tensor dim, and cuts lists of equal length into chunks.
-std::optional<Layout> balanced(const Layout& before, const Layout& stripes, const Layout& goal);
+// Returns the layout after a crossing from `before`, with stripes of unequal lengths. `stripes` has stripes of equal
+// lengths, and a gather over some mesh dims leads from it to `goal`, on the same mesh. In the result, one of these mesh
+// dims cuts its stripes so that the busiest rank sends as little as possible in the crossing and the gather together.
+// Returns nullopt unless one of these mesh dims is the last to cut its tensor dim, and cuts lists of equal length into
+// chunks.
+std::optional<Layout> balanced_stripes(const Layout& before, const Layout& stripes, const Layout& goal);
 
-// Returns stripes of uneven lengths for all ranks that need the same part of a tensor dim, for a plan of two crossings.
-// The first crossing leads from `before` to the result, on a mesh of the ranks of `goal` in the order of their stripes;
-// the second from there to `goal`. Returns nullopt if no two ranks need the same part, or if the parts of the tensor
-// dim have several thousand runs together.
+// Returns the layout between two crossings, from `before` to the result and from the result to `goal`. Ranks of `goal`
+// that need the same part of the tensor dim have stripes of the part in the result, of any lengths, so that the busiest
+// rank sends as little as possible in both crossings together. The result has a mesh of its own: its first dim,
+// "relay", lists ranks of `goal` in the order of their stripes. Returns nullopt if no mesh dim of `goal` replicates, or
+// if the parts of the tensor dim have more than 4,096 runs together.
 std::optional<Layout> balanced_relays(const Layout& before, const Layout& goal, int tensor_dim);
 
 }  // namespace shardwright

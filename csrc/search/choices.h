@@ -1,4 +1,4 @@
-// Layouts that differ from a given layout in what some mesh dims cut.
+// Layouts that differ from a given layout in the tensor dims that some mesh dims cut.
 #pragma once
 
 #include <map>

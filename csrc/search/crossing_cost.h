@@ -19,7 +19,7 @@ class CrossingCost {
 
   bool is_for_time() const { return options_.objective == Objective::kTime; }
 
-  // Returns the cost of a step, from its maxima over ranks and its predicted time.
+  // Returns the cost of a step, from its maxima over ranks and its predicted time in picoseconds.
   Cost of(const Step& step, const StepCounts& maxima, int64_t picoseconds) const;
   // Returns the cost of a step that is a crossing with the messages of `crossing`. If `maxima` are lower bounds, so is
   // the cost.
@@ -37,9 +37,10 @@ class CrossingCost {
   const Topology& topology_;
 };
 
-// Returns a lower bound on the predicted picoseconds of every plan between two layouts: one step and message of the
-// fastest link, the bytes that some rank must receive or send, the bytes that must enter or leave some node divided by
-// its ranks, and the copy of the result.
+// Returns a lower bound on the predicted time of every plan between two layouts, in picoseconds. It is the sum of the
+// latency of one step and one message on the fastest link, the copy of the result, and the larger of two transfer
+// times: of the bytes that some rank must receive or send, and of the bytes that must enter or leave some node, divided
+// by the node's number of ranks.
 int64_t least_picoseconds_between(const Layout& src, const Layout& dst, const Topology& topology);
 
 }  // namespace shardwright

@@ -12,20 +12,21 @@
 namespace shardwright {
 
 struct Leg {
-  Layout layout;     // the end of the leg at the crossing
+  Layout layout;     // the end of the leg at the crossing: `to` before the crossing, `from` after it
   Layout from;       // the first layout of the leg
-  Layout to;         // its last layout
-  int64_t elements;  // size of the largest part at the crossing
-  Cost cost_bound;   // lower bound; exact once the steps are known
+  Layout to;         // the last layout of the leg
+  int64_t elements;  // elements of the largest part of `layout`
+  Cost cost_bound;   // lower bound on the cost of the leg; exact once the steps are known
   std::optional<std::vector<Step>> steps;
   int64_t sent_bytes = 0;      // sum over steps of the bytes that the busiest rank sends; 0 until the steps are known
-  int64_t received_bytes = 0;  // sum over steps of the bytes that the busiest rank receives
+  int64_t received_bytes = 0;  // sum over steps of the bytes that the worst rank receives; 0 until the steps are known
 
   // Computes the steps and their exact cost, on the first call.
   void find_steps(const PlanOptions& options, const Topology& topology);
 };
 
-// Adds a leg, unless a rank would hold more than options.max_held or the layout is known. Always adds the first leg.
+// Adds the leg from `from` to `to`, whose end at the crossing is `layout`. Does not add it if a known leg has this
+// layout, or if a rank would hold more than options.max_held elements of it. The first leg is always added.
 void add_leg(std::vector<Leg>& legs, const Layout& layout, const Layout& from, const Layout& to,
              const PlanOptions& options, const Topology& topology);
 

@@ -60,8 +60,9 @@ class RelayShapes {
   int64_t bytes_ = 0;    // size of the largest part
 };
 
-// Returns the cheapest crossings found over relays of `to` if `fans_out`, else over relays of `from`. Returns nullopt
-// if is_worth is false for all of them. `is_worth(cost)` must be true exactly for costs below some limit.
+// Returns the cheapest crossings from `from` to `to` over relays that were found. Relays stand for ranks of `to` if
+// `fans_out`, else for ranks of `from`. Returns nullopt if is_worth is false for the cost of all of them.
+// `is_worth(cost)` must be true exactly for costs below some limit.
 std::optional<OverRelays> cheapest_over_relays(const Layout& from, const Layout& to, bool fans_out,
                                                const PlanOptions& options, const Topology& topology,
                                                const std::function<bool(const Cost&)>& is_worth);

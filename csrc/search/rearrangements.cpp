@@ -80,8 +80,8 @@ class Sequences {
     sequence.steps.push_back(std::move(step));
   }
 
-  // Returns the better of kWholeMessages and kEvenBytes in the one move between layouts with the same pending
-  // reductions.
+  // Returns the one move between layouts with the same pending reductions, by kWholeMessages or kEvenBytes, whichever
+  // is better; no steps if the layouts are equal.
   StepSequence rearranged(const Layout& before, const Layout& after) const {
     std::optional<StepSequence> best;
     for (const ReplicaPolicy policy : {ReplicaPolicy::kWholeMessages, ReplicaPolicy::kEvenBytes}) {

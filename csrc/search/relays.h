@@ -1,7 +1,7 @@
 // Relays: ranks that send or receive on behalf of other ranks, so that no rank sends or receives very many messages.
 //
 //   from one rank to 2,048 as [S(0)]     the rank sends 2,048 messages
-//   over 45 relays                       the rank sends 45, and each relay sends 45 or 46
+//   over 45 relays                       the rank sends 45, and each relay sends at most 45
 //   over 6, 42 and 293 relays            no rank sends more than 6
 //
 // A relay stands for a block of the ranks of a layout. It is the first rank of the block, and holds the union of the
@@ -36,9 +36,10 @@ int64_t ranks_with_elements(const Layout& layout);
 constexpr size_t kMaxRelayRuns = 1 << 16;
 std::optional<Layout> relays_in_blocks(const Layout& layout, int64_t ranks, int64_t ranks_per_node = 0);
 
-// Returns layouts on about `wanted` relays, at most kMaxRelayLayouts. First relays_in_blocks(), then layouts whose
-// blocks are the ranks that differ only in some mesh dims, where these are the innermost cuts of their tensor dims or
-// cut nothing. Such relays have the other mesh dims and their cuts. Numbers of relays near `wanted` come first.
+// Returns at most kMaxRelayLayouts layouts on about `wanted` relays each. The first is that of relays_in_blocks(). In
+// each further layout, a block is the ranks that differ only in some mesh dims, which make the innermost cuts of their
+// tensor dims or cut nothing; the relays have the other mesh dims and their cuts. Numbers of relays near `wanted` come
+// first.
 constexpr size_t kMaxRelayLayouts = 3;
 std::vector<Layout> relays_of(const Layout& layout, int64_t wanted);
 

@@ -41,8 +41,8 @@ class LatencyBound {
   LatencyBound(int64_t step_ps, const Link& inside, const Link& between, int64_t node_size)
       : step_ps_(step_ps), inside_(inside), between_(between), node_size_(node_size) {}
 
-  // Returns the bound for `steps` or more moves that bring a rank the data of `ranks` ranks. `needs_other_nodes` is
-  // true if some of these ranks are on other nodes.
+  // Returns the bound, in picoseconds, for `steps` or more moves that bring a rank the data of `ranks` ranks.
+  // `needs_other_nodes` is true if some of these ranks are on other nodes.
   int64_t lower_bound(int64_t steps, int64_t ranks, bool needs_other_nodes) {
     const auto [entry, is_new] = known_.emplace(std::tuple{steps, ranks, needs_other_nodes}, 0);
     if (is_new) entry->second = compute(steps, ranks, needs_other_nodes);
@@ -50,8 +50,8 @@ class LatencyBound {
   }
 
  private:
-  // Data from another node may be forwarded within the node. So `ranks` is divided in all ways into ranks reached
-  // between nodes, times ranks reached within the node.
+  // Data from another node may be forwarded within the node. So this function tries all ways to write `ranks`, rounded
+  // up, as a number of ranks reached between nodes times a number of ranks reached within a node.
   int64_t compute(int64_t steps, int64_t ranks, bool needs_other_nodes) const {
     if (!needs_other_nodes) return at_least_steps(inside_, steps, ranks);
     int64_t best = at_least_steps(between_, steps, ranks);
@@ -150,6 +150,7 @@ class Search {
   }
 
  private:
+  // Indices in nodes_.
   static constexpr int kSource = 0;
   static constexpr int kGoal = 1;
 

@@ -13,7 +13,8 @@
 
 namespace shardwright {
 
-// Returns the layout with the same parts in which `mesh_dim` is split into mesh dims of these sizes, each above 1.
+// Returns the layout with the same parts in which `mesh_dim` is split into mesh dims of these sizes. Each size must be
+// above 1, and their product must be the size of `mesh_dim`.
 // `mesh_dim` must cut nothing and must not be pending; otherwise throws InvariantError. The new names are the old name
 // and a number. Returns nullopt if the mesh already has such names.
 std::optional<Layout> split(const Layout& layout, int mesh_dim, const std::vector<int64_t>& sizes);

@@ -11,7 +11,8 @@ namespace shardwright {
 namespace {
 
 constexpr int kMaxDimsWithAllLists = 3;  // maximum number of mesh dims for which all lists of cuts are tried
-// With more mesh dims, no mesh dim cuts innermost unless the source or the goal does so.
+// Maximum number of mesh dims with which a mesh dim may cut, innermost, a tensor dim that it cuts neither in the source
+// nor in the goal.
 constexpr int kMaxDimsWithInnermostCuts = 4;
 constexpr size_t kMaxStates = 20'000;  // maximum number of states
 // Maximum number of pieces of a strided cut: packing more takes long. Lists without digits (exchange/digits.h) also

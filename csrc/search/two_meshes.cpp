@@ -49,6 +49,7 @@ struct CommonRanks {
   bool shares_nodes = false;  // some node has ranks of both meshes
 };
 
+// A node is `ranks_per_node` consecutive ranks. With 0, all ranks are on one node.
 CommonRanks common_ranks(const Mesh& a, const Mesh& b, int64_t ranks_per_node) {
   CommonRanks common;
   std::set<int64_t> nodes;
@@ -95,7 +96,7 @@ class Crossings {
   }
 
  private:
-  // Tries all pairs of a leg before the crossing and a leg after it. Skips the first `first` legs after it.
+  // Tries all pairs of a leg in before_ and a leg in after_, without the first `first` legs of after_.
   void try_pairs(size_t first) {
     struct Pair {  // one leg of each side
       Cost cost_bound;
@@ -152,7 +153,7 @@ class Crossings {
       first.find_steps(options_, topology_);
       after_[j].find_steps(options_, topology_);
       std::vector<Leg> lasts{after_[j]};
-      if (const std::optional<Layout> stripes = balanced(first.layout, after_[j].layout, after_[j].to)) {
+      if (const std::optional<Layout> stripes = balanced_stripes(first.layout, after_[j].layout, after_[j].to)) {
         add_leg(lasts, *stripes, *stripes, after_[j].to, options_, topology_);
       }
       for (Leg& last : lasts) {
@@ -312,7 +313,8 @@ class Crossings {
     return goals;
   }
 
-  // Returns a lower bound of a crossing's cost, from sizes alone. A rank in both meshes may hold a part of its result.
+  // Returns a lower bound on the cost of the crossing between two legs, from sizes alone. A rank of both meshes may
+  // already hold some of the elements that it needs.
   Cost crossing_lower_bound(const Leg& first, const Leg& last) const {
     const int64_t item = src_.dtype().size_bytes();
     StepCounts least;
@@ -333,7 +335,7 @@ class Crossings {
             std::min(topology_.inside.ps_per_kib, topology_.between.ps_per_kib)};
   }
 
-  // Returns true if no plan is known that costs at most this lower bound.
+  // Returns true if a plan with this lower bound on its cost may be cheaper than the best plan so far.
   bool may_improve(const Cost& cost_bound) const { return !best_cost_ || cost_bound < *best_cost_; }
 
   // Tries the crossing between two legs, unless lower bounds show that the plan is not cheaper than the best.
@@ -393,10 +395,10 @@ class Crossings {
   const bool may_split_;
   std::vector<int> tensor_dims_;
   CommonRanks common_;
-  std::vector<Leg> before_;
-  std::vector<Leg> after_;
-  std::optional<Cost> best_cost_;
-  std::vector<Step> best_;
+  std::vector<Leg> before_;        // legs from src_ to the crossing
+  std::vector<Leg> after_;         // legs from the crossing to goal_ or to a split goal
+  std::optional<Cost> best_cost_;  // cost of best_; without a value until a plan is known
+  std::vector<Step> best_;         // steps of the best plan so far
   // The best plan without relays.
   StepCounts best_crossing_;         // counts of its crossing
   Link best_link_;                   // link of its crossing

@@ -139,8 +139,9 @@ TEST(MovesExamples, LowerBounds) {
 
 TEST(SearchExamples, BalancedStripes) {
   const MeshPtr mesh = test::mesh_of({8});
-  const std::optional<Layout> stripes = balanced(test::layout_of(test::mesh_of({4}), {56}, "S(0)"),
-                                                 test::layout_of(mesh, {56}, "S(0)"), test::layout_of(mesh, {56}, "R"));
+  const std::optional<Layout> stripes =
+      balanced_stripes(test::layout_of(test::mesh_of({4}), {56}, "S(0)"), test::layout_of(mesh, {56}, "S(0)"),
+                       test::layout_of(mesh, {56}, "R"));
   ASSERT_TRUE(stripes);
   EXPECT_EQ(stripes->placements_string(), "[Ragged(0,7:6:6:6:7:8:8:8)]");
 }
