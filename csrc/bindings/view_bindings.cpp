@@ -54,8 +54,8 @@ void define_views_of_layout(py::module_& m) {
             if (const auto* none = std::get_if<NoView>(&view)) {
               const py::gil_scoped_release release;
               const PlanOptions options = options_between(layout, "nccl", {});
-              throw UserError(text_of(layout, sizes.shape, *none,
-                                      cheapest_move(layout, sizes.shape, sizes.flattened, *none, options)));
+              const MoveFirst first = cheapest_move(layout, sizes.shape, sizes.flattened, *none, options);
+              throw UserError(move_first_text(layout, sizes.shape, *none, first));
             }
             return std::make_shared<Layout>(std::get<Layout>(std::move(view)));
           },
@@ -110,7 +110,7 @@ void define_views(py::module_& m) {
         const MoveFirst first = cheapest_move(layout, sizes, 1, *none, options_between(layout, backend, tables),
                                               for_dtensor ? ViewsFor::kDTensor : ViewsFor::kAnyone);
         return std::tuple(PlanView{first.plan}, std::make_shared<Layout>(first.view),
-                          text_of(layout, sizes, *none, first));
+                          move_first_text(layout, sizes, *none, first));
       },
       py::arg("layout"), py::arg("shape"), py::arg("for_dtensor"), py::arg("backend"), py::arg("tables"),
       "Returns (cheapest redistribute before a view, the view's layout after it, message with the reason), or None if "

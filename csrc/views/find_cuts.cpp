@@ -54,7 +54,8 @@ class Rows {
     append(rows, row_range);
     return columns == row_columns;
   }
-  // Adds the current row, if any, and ends it. Returns false if earlier rows have other columns.
+  // Adds the current row, if there is one. There is no current row afterward. Returns false if earlier rows have other
+  // columns.
   bool close() {
     if (row_ < 0) return true;
     const bool has_same_columns = add({row_, row_ + 1}, in_row_);
@@ -161,14 +162,14 @@ struct DimHoldings {
   }
 };
 
-// Finds the cuts, given the part of each dim at each combination of coordinates.
+// Finds cuts of each dim, given the part of each dim that ranks hold at each combination of coordinates.
 class Fit {
  public:
   Fit(const Holdings& holdings, const std::vector<int64_t>& dims, std::vector<std::optional<Parts>> parts)
       : held_(holdings), dims_(dims), parts_(std::move(parts)), dim_of_(holdings.mesh_dims.size(), kFree) {}
 
-  // If the parts of one dim differ along a mesh dim, the mesh dim must cut that dim. If no parts differ, the mesh dim
-  // may cut any dim or none: tries all assignments.
+  // Returns the cuts, or the reason why there are none. If the parts of one dim differ along a mesh dim, the mesh dim
+  // must cut that dim. If no parts differ, the mesh dim may cut any dim or none: tries all assignments.
   std::variant<std::vector<std::vector<Cut>>, NoFit> run() {
     NoFit conflicts;  // mesh dims along which the parts of several dims differ
     for (size_t x = 0; x < dim_of_.size(); ++x) {

@@ -15,7 +15,7 @@ namespace {
 
 using Cuts = std::vector<std::vector<Cut>>;
 
-// A request: the view of a layout after a redistribute.
+// A request: a layout that shall be redistributed, and the shape in which the result shall be viewed.
 struct Wanted {
   const Layout& layout;
   const std::vector<int64_t>& shape;
@@ -137,8 +137,8 @@ MoveFirst cheapest_move(const Layout& layout, const std::vector<int64_t>& shape,
   return *best;
 }
 
-std::string text_of(const Layout& layout, const std::vector<int64_t>& shape, const NoView& why,
-                    const MoveFirst& first) {
+std::string move_first_text(const Layout& layout, const std::vector<int64_t>& shape, const NoView& why,
+                            const MoveFirst& first) {
   const Plan& plan = first.plan->plan();
   std::string text = concat(
       "shape must need no move, got (", join(shape), ") for ", layout, ": ", why.reason, "; redistribute to ",

@@ -18,6 +18,7 @@ constexpr size_t kMaxDestinations = 1024;  // further destinations, which cut al
 constexpr int64_t kMaxViewsBeforeMove = 300;
 constexpr int64_t kMaxPlansBeforeView = 32;  // the search ends after this many plans
 
+// A redistribute to do before a view, and the view.
 struct MoveFirst {
   CertifiedPlanPtr plan;  // from the layout to a layout of the same shape
   Layout view;            // the view of the plan's destination
@@ -29,19 +30,21 @@ struct MoveFirst {
 enum class ViewsFor : uint8_t { kAnyone, kDTensor };
 
 // Returns the plan with the least predicted time to a destination whose view moves nothing. Destinations differ from
-// `layout` only in the mesh dims of `why`, each of which cuts one tensor dim into chunks or replicates. If no such
-// destination has a view, because `why` names only the first dims without one, all mesh dims that cut may differ. There
-// is always a plan, because a tensor that no mesh dim cuts may have any shape. Ties are broken by fewer bytes received,
-// then by smaller parts.
+// `layout` only in the mesh dims of `why`, each of which cuts one tensor dim into chunks or replicates. `why` has the
+// mesh dims of only one group of dims (views/view.h). If other groups have no view either, no such destination has one;
+// then destinations differ in all mesh dims that cut. There is always a plan, because a tensor that no mesh dim cuts
+// may have any shape. Ties are broken by fewer bytes received, then by smaller parts.
 //
-// A destination is skipped if one of its cuts prevents the view even with all other mesh dims of `why` replicated. The
-// others are tried in the order of a lower bound on the time of any plan to them, until it exceeds the best time.
+// A destination is skipped if one of its cuts prevents the view even with all other mesh dims of `why` replicated. All
+// other destinations are tried in the order of a lower bound on the time of any plan to them, until the bound exceeds
+// the best time.
 MoveFirst cheapest_move(const Layout& layout, const std::vector<int64_t>& shape, int flattened, const NoView& why,
                         const PlanOptions& options, ViewsFor views_for = ViewsFor::kAnyone);
 
-// Returns the error for a view that needs a move: the reason, the redistribute to do first, and its cost.
+// Returns the text of the error for a view that needs a move: the reason, the redistribute to do first, and its cost.
 // "shape must need no move, got (3, 4) for float32[12] on a=2 as [S(0)]: rank 0 holds ...; redistribute to [R] first,
 // which takes 4.3 us and 24 B received by a rank (nccl)".
-std::string text_of(const Layout& layout, const std::vector<int64_t>& shape, const NoView& why, const MoveFirst& first);
+std::string move_first_text(const Layout& layout, const std::vector<int64_t>& shape, const NoView& why,
+                            const MoveFirst& first);
 
 }  // namespace shardwright

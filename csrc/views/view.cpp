@@ -403,8 +403,7 @@ Layout permuted(const Layout& layout, const std::vector<int64_t>& dims) {
   std::sort(sorted.begin(), sorted.end());
   std::vector<int64_t> all(shape.size());
   std::iota(all.begin(), all.end(), 0);
-  if (sorted != all)
-    throw UserError(concat("dims must be a permutation of the ", ndim, " dims, got (", join(dims), ")"));
+  if (sorted != all) throw UserError(concat("dims must be a permutation of (", join(all), "), got (", join(dims), ")"));
   const int64_t flattened = layout.flattened();
   for (int64_t i = 0; i < flattened && flattened > 1; ++i) {
     if (normal[i] == i) continue;
