@@ -102,8 +102,8 @@ class Exchange {
   // Returns, for each axis, the dims of a rank's local tensor that form the axis. The rank must be on that side's mesh.
   virtual std::vector<LocalAxis> local_axes(Rank rank, Direction side) const = 0;
 
-  // Returns the number of elements that must be sent, keyed by the ranks that hold them before the exchange (the
-  // candidate senders). An element counts once for each receiver. Returns nullopt if the numbers are not known.
+  // Returns the number of elements that must be sent, by their candidate senders: all ranks that hold them before the
+  // exchange, ascending. An element counts once for each receiver. Returns nullopt if the numbers are not known.
   virtual std::optional<std::map<std::vector<Rank>, int64_t>> demand() const { return std::nullopt; }
 
  protected:

@@ -30,13 +30,12 @@ struct Window {
 class Grid {
  public:
   explicit Grid(const Layout& layout);
-  // The grid of a box of the tensor, as if it were a tensor of its own, with its dims in any order. Every tensor dim
-  // must be in exactly one window. Throws InvariantError if the layout has partials.
+  // The grid of a box of the tensor, as if the box were a tensor of its own. Dim i of the grid is windows[i]. Every
+  // tensor dim must be in exactly one window. Throws InvariantError if the layout has partials.
   Grid(const Layout& layout, const std::vector<Window>& windows);
 
   int ndim() const { return static_cast<int>(lists_.size()); }
-  // Returns the indices of each shard of a tensor dim. With windows, dims are windows, and indices count from the
-  // window's beginning.
+  // Returns the indices of each axis shard of a dim of the grid. Indices count from the beginning of the dim's window.
   const std::vector<IntervalList>& lists(int tensor_dim) const { return lists_[tensor_dim]; }
   // Returns the number of replicas of each part.
   int64_t replicas() const { return replicas_; }

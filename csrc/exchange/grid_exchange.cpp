@@ -246,9 +246,10 @@ int64_t GridExchange::messages_at_most(Rank rank, Direction direction) const {
   const RankParts& own = parts_of(rank);
   const int64_t parts = parts_received(own);
   if (policy_ == ReplicaPolicy::kWholeMessages) return parts;
-  // A section of e elements is in at most 2 + (e - 2) / s ranges of s elements. If s < least_quota, ranges have the
-  // length of whole replicas and no rank is absent, so s >= e. Then the section is in at most two ranges, or in one if
-  // e = 1.
+  // A section of e elements overlaps at most 2 + (e - 2) / s ranges of s elements. The sum over sections uses the
+  // length least_quota for all ranges. Only queues without absent ranks have shorter ranges. These have the length of
+  // whole replicas, so e <= s, and a section overlaps at most two of them, or one if e = 1: the sum is still an upper
+  // bound.
   const int64_t elements = received_elements(own);
   const int64_t least = geometry_->least_quota;
   const int64_t most = parts + (elements + (least - 2) * parts) / least;

@@ -161,8 +161,10 @@ class GridExchange final : public Exchange {
 
   GridExchange(std::shared_ptr<const Geometry> geometry, int64_t item_bytes, ReplicaPolicy policy, int64_t first_sender,
                int64_t ranks_per_node);
-  void assign_within_nodes_first();            // fills sends_ and receives_
-  const RankParts& parts_of(Rank rank) const;  // both nullopt for a rank on neither mesh
+  void assign_within_nodes_first();  // with kNodeLocal: fills sends_ and receives_
+  // Returns the parts that a rank holds and needs; both nullopt for a rank on neither mesh.
+  const RankParts& parts_of(Rank rank) const;
+  // Returns the number of sections of a queue, for all replicas of the destination.
   int64_t num_sections(const Queue& queue) const { return queue.sections * geometry_->dst.replicas(); }
 
   // ---- Queues (grid_queues.cpp)

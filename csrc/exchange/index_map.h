@@ -44,7 +44,7 @@ class IndexMap {
   static IndexMap identity(const std::vector<int64_t>& shape);
 
   const std::vector<MapAxis>& axes() const { return axes_; }
-  // Return the source side and the destination side of each axis.
+  // Return the source side and the destination side of each axis, as a range of a tensor dim.
   std::vector<Window> src_windows() const;
   std::vector<Window> dst_windows() const;
   int64_t num_elements() const;  // number of elements that the map moves

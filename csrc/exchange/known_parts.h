@@ -12,8 +12,9 @@
 
 namespace shardwright {
 
-// A cache by the coordinates on some mesh dims. It begins as a hash map. From kMaxHashed values on it is a table, if
-// all combinations of coordinates fit into one. References stay valid.
+// A cache whose keys are the coordinates on some mesh dims. It begins as a hash map. Once the map has kMaxHashed
+// values, a table is used instead, if all combinations of coordinates fit into one. The map is kept, so references to
+// its values stay valid.
 template <typename Value>
 class ByCoordinates {
  public:

@@ -15,7 +15,7 @@ struct Ratio {
 };
 
 // Jobs that may be divided among the workers of some teams. A *team* is a number of interchangeable workers, and a
-// *pool* a list of teams. The load of a worker is the sum of the amounts that it does.
+// *pool* a list of teams. The load of a worker is the sum of the amounts of work that it does.
 //
 // By max-flow min-cut, the least load of the busiest worker is the maximum, over sets of jobs, of (amount of the jobs)
 // / (number of workers in the teams that may do any of them). min_max_load() starts with the load of the set of all

@@ -103,7 +103,7 @@ class MeshExchange final : public Exchange {
   // Returns the message of all elements that one rank holds and another needs, as if `to` read them from `from` and
   // not from another replica. In a reduction this is the contribution of `from` to the part of `to`.
   Transfer full_transfer(int64_t from, int64_t to) const { return transfers_.between(from, to); }
-  // Returns the elements that a rank holds before and needs after.
+  // Returns the extent of the elements that a rank holds before and needs after.
   Extent kept_extent(int64_t position) const { return transfers_.kept(position); }
   // Returns one message that a rank sends or receives in a regular exchange. All others have the same sizes. The rank
   // must send or receive one.

@@ -48,7 +48,7 @@ class PartTransfers {
 
   explicit PartTransfers(GroupMove& move) : move_(move) {}
 
-  // Returns the elements that a rank holds before and needs after.
+  // Returns the extent of the elements that a rank holds before and needs after.
   Extent kept(int64_t position) { return common_extent(move_.held.of_rank(position), move_.needed.of_rank(position)); }
   // Returns the message of all elements that one rank holds and another needs, or of a range of them in packed order.
   Transfer between(int64_t from, int64_t to, std::optional<Interval> range = std::nullopt);

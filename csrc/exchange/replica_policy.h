@@ -9,8 +9,9 @@ namespace shardwright {
 // The sender of an element that several ranks hold.
 //   kAligned        The rank that has the receiver's own coordinates on the mesh dims that replicate the element. Only
 //                   for moves on one mesh (exchange/mesh_exchange.h).
-//   kWholeMessages  The ranks that hold the element share the sending, and no message is split.
-//   kEvenBytes      The ranks that hold the element send equally much, as far as possible. Some messages are split.
+//   kWholeMessages  One of the ranks that hold the element. They share the sending, and no message is split.
+//   kEvenBytes      One of the ranks that hold the element. They send equally much, as far as possible. Some messages
+//                   are split.
 //   kNodeLocal      A rank on the receiver's node, up to a limit per sender (exchange/node_local.h). Only for crossings
 //                   (exchange/grid_exchange.h).
 enum class ReplicaPolicy : uint8_t { kAligned, kWholeMessages, kEvenBytes, kNodeLocal };

@@ -1,4 +1,4 @@
-// Finds a sample of the indices of several lists that determines the overlaps of the lists, if the lists repeat.
+// Finds a few indices, the *samples*, from which the overlaps of several lists follow if the lists repeat.
 //
 // If all lists repeat, their overlaps within the least common multiple of their periods repeat with it. So a range with
 // such repetitions has one *sample*, its first repetition. The indices between such ranges are in samples that occur

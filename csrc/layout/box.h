@@ -1,4 +1,5 @@
-// A box: the unit of every local copy, a strided block of elements in a source and a destination array.
+// A box: the elements of one strided copy from a source array to a destination array. All local copies are lists of
+// boxes.
 #pragma once
 
 #include <cstddef>

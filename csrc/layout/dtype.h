@@ -44,8 +44,8 @@ class DType {
 
   constexpr DType(Id id) : id_(id) {}  // NOLINT: an Id is a DType
 
-  // Accepts "float32", "torch.float32" and short names such as "fp32", "f32", "float", "bf16", "i64" and "long". Throws
-  // UserError that lists the known types on other names.
+  // Returns the type with this name: "float32", "torch.float32", or a short name such as "fp32", "f32", "float",
+  // "bf16", "i64" and "long". On other names, throws UserError that lists the known types.
   static DType parse(const std::string& name);
   static std::vector<std::string> known_names();  // by id
 

@@ -66,8 +66,8 @@ class Mesh {
   int64_t group_size(MeshDimSet mesh_dims) const;
 
   Rank rank_at(Position position) const { return ranks_.empty() ? Rank{position} : ranks_[position]; }
-  std::vector<Rank> ranks() const;  // by position
-  std::vector<Rank> ranks_at(const std::vector<int64_t>& positions) const;
+  std::vector<Rank> ranks() const;                                          // by position
+  std::vector<Rank> ranks_at(const std::vector<int64_t>& positions) const;  // in the order of `positions`
   // True if every rank equals its position: ranks 0, 1, 2, ... in row-major order.
   bool ranks_are_positions() const { return ranks_.empty(); }
   // Returns nullopt if the rank is not part of the mesh.

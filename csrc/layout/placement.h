@@ -69,7 +69,8 @@ struct Placement {
 // Splits "S(0),R,SS(1,2)" at the commas outside parentheses and parses each part.
 std::vector<Placement> parse_placements(const std::string& text);
 
-// Returns the reason if elements of `dtype` cannot be reduced with `op`, else an empty string.
+// Returns an error text that names the allowed dtypes if elements of `dtype` cannot be reduced with `op`, else an empty
+// string.
 std::string why_not_reducible(ReduceOp op, const DType& dtype);
 
 }  // namespace shardwright

@@ -159,7 +159,8 @@ std::optional<ClosedForm> MoveTable::closed_form(const State& before, const Stat
 StepCounts MoveTable::exchange_counts(const State& before, const State& after, const Move& move) {
   const std::optional<ClosedForm> form = closed_form(before, after);
   if (form && move.policy == ReplicaPolicy::kWholeMessages) {
-    // When replicas share messages, a receiver's messages are one range, or one range for each of its sources.
+    // If replicas share the sending in whole messages, the worst rank receives its full part, in one message from each
+    // source, and sends as many bytes in as many messages.
     return {after.elements * item_bytes_, after.elements * item_bytes_, form->sources, 0, 1, form->sources};
   }
   if (form) {

@@ -35,7 +35,7 @@ constexpr int64_t kRelaysAboveRatio = 4;
 constexpr size_t kPairsWithRelays = 4;  // maximum number of pairs of layouts that are tried with relays
 
 // Conditions under which pairs of layouts are tried as plans in segments.
-constexpr int64_t kSegmentsAboveFraction = 20;  // sent bytes exceed received bytes, and time its bound, by 1/20
+constexpr int64_t kSegmentsAboveFraction = 20;  // sent bytes exceed received bytes by 1/20, and the time its bound too
 constexpr int64_t kSegmentsAboveSteps = 8;      // minimum time bound, in latencies of a step: each segment pays them
 constexpr size_t kPairsInSegments = 6;          // maximum number of these pairs
 constexpr int64_t kMaxRanksTriedInSegments = 1024;  // maximum number of ranks of both meshes together
@@ -118,9 +118,9 @@ class Crossings {
     }
   }
 
-  // Replaces the best plan by one that is faster in segments. In segments the time depends on the work of one rank in
-  // all steps together, not on the sum of the steps' busiest ranks. So pairs are tried in the order of their longest
-  // move, also with balanced stripes.
+  // Replaces the best plan by a plan that is faster in segments, if one is found. In segments the time depends on the
+  // work of one rank in all steps together, not on the sum of the steps' busiest ranks. So pairs of legs are tried in
+  // the order of segmented_time_bound(), and also with balanced stripes and balanced relays (search/balanced.h).
   void prefer_in_segments() {
     // Only ranks of both meshes send both in the crossing and after it. If no more is sent than received, shorter
     // stripes for them do not make the plan faster.
