@@ -8,7 +8,8 @@
 namespace shardwright {
 
 std::string to_base64(std::string_view bytes);
-// Returns the bytes, or nullopt if the text has a character that is not of base64. The padding '=' may be missing.
+// Returns the bytes that the text up to its first '=' encodes, or nullopt if that part has a character that is not a
+// base64 digit. The padding may be missing.
 std::optional<std::string> from_base64(std::string_view text);
 
 }  // namespace shardwright

@@ -13,7 +13,7 @@
 namespace shardwright {
 
 // Thread-safe. Values are made outside the lock. If two threads miss the same key at the same time, both make a value,
-// and both get the value that was stored first.
+// and both get the value that was stored first, unless is_good() rejects it.
 template <typename Key, typename Value, typename Hash = std::hash<Key>>
 class BoundedCache {
  public:
@@ -33,7 +33,7 @@ class BoundedCache {
     if (found && is_good(*found)) return *std::move(found);
     Value value = make();
     const std::lock_guard lock(mutex_);
-    counts_.hits -= found.has_value();
+    counts_.hits -= found.has_value();  // find() counted a hit, but the value is not good
     ++counts_.misses;
     if (const auto raced = entries_.find(&key); raced != entries_.end()) {
       if (!is_good(raced->second->second)) raced->second->second = value;
@@ -80,7 +80,7 @@ class BoundedCache {
   };
   using Entry = std::pair<const Key, Value>;
 
-  // Returns the value for a key, which becomes the most recently used one, and counts a hit; nullopt if there is none.
+  // Returns the value for a key, or nullopt. A found entry becomes the most recently used one and counts as a hit.
   std::optional<Value> find(const Key& key) {
     const std::lock_guard lock(mutex_);
     const auto found = entries_.find(&key);

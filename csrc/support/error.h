@@ -55,7 +55,7 @@ std::string concat(const Parts&... parts) {
   return text;
 }
 
-// Returns "a, b, c" for a range of values that append_text accepts, or with another separator.
+// Returns the texts of a range of values that append_text accepts, with a separator between them: "a, b, c".
 template <typename Range>
 std::string join(const Range& range, std::string_view separator = ", ") {
   std::string text;

@@ -1,4 +1,5 @@
-// Macros for functions that compile both for kernels and for the host, where tests run whole grids of them.
+// Macros for functions that are compiled for CUDA kernels and also for the host, where tests call them for every thread
+// of a grid.
 #pragma once
 
 #ifdef __CUDACC__

@@ -8,8 +8,8 @@
 
 namespace shardwright {
 
-// Returns the enumerator between 0 and `last` whose name_of is `name`. Throws UserError that names `argument` and lists
-// the allowed names if there is none.
+// Returns the enumerator e in [0, last] with name_of(e) == name. If there is none, throws UserError that names
+// `argument` and lists the allowed names.
 template <typename Enum>
 Enum parse_name(const std::string& argument, const std::string& name, Enum last, const char* (*name_of)(Enum)) {
   std::vector<std::string> known;

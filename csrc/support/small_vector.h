@@ -74,7 +74,7 @@ class SmallVector {
     std::copy(items, items + count, data() + size_);
     size_ += static_cast<uint32_t>(count);
   }
-  // Makes a vector empty whose items were moved to another one.
+  // Makes this vector empty, after its items were moved to another vector.
   void reset() {
     size_ = 0;
     capacity_ = 1;

@@ -9,7 +9,7 @@ namespace shardwright {
 // All numbers are rounded down.
 std::string bytes_text(int64_t bytes);                    // "1536 B", "48 KiB", "12 MiB"
 std::string microseconds_text(int64_t picoseconds);       // "3.1 us", "214 us"
-std::string times_text(int64_t value, int64_t bound);     // value / bound: "1.31 times"
+std::string times_text(int64_t value, int64_t bound);     // value / max(bound, 1): "1.31 times"
 std::string count_text(int64_t count, const char* noun);  // "1 step", "3 steps"
 
 }  // namespace shardwright

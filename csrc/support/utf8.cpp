@@ -37,7 +37,7 @@ bool is_utf8(std::string_view text) {
       if ((next & 0xc0) != 0x80) return false;
       code = code << 6 | (next & 0x3f);
     }
-    constexpr uint32_t kMinCode[]{0, 0, 0x80, 0x800, 0x10000};  // by length; a smaller code is an overlong form
+    constexpr uint32_t kMinCode[]{0, 0, 0x80, 0x800, 0x10000};  // indexed by length; a smaller code is an overlong form
     if (code < kMinCode[length] || code > 0x10ffff || (code >= 0xd800 && code < 0xe000)) return false;
     i += length;
   }

@@ -1,4 +1,4 @@
-// UTF-8 checks for names given by users. Python cannot decode a message that contains other bytes.
+// UTF-8 checks for names given by users. Python cannot decode an error message with bytes that are not UTF-8.
 #pragma once
 
 #include <string>
@@ -6,7 +6,7 @@
 
 namespace shardwright {
 
-// True if the text is UTF-8 as in RFC 3629: no overlong forms, no surrogates, nothing beyond U+10FFFF.
+// Returns true if the text is UTF-8 as in RFC 3629: no overlong forms, no surrogates, nothing beyond U+10FFFF.
 bool is_utf8(std::string_view text);
 
 // Throws UserError unless `text` is UTF-8. The error names `argument` and shows the text, with bytes that are not

@@ -93,7 +93,7 @@ std::string Reader::text() {
   return std::string(take(static_cast<size_t>(length)));
 }
 
-size_t Reader::count(size_t most) {
+size_t Reader::list_length(size_t most) {
   const int64_t n = integer();
   const size_t limit = std::min(bytes_.size() / kFieldBytes, most);
   check_user(n >= 0 && static_cast<uint64_t>(n) <= limit, kind_, " bytes: the length of a list must be in [0, ", limit,

@@ -6,9 +6,9 @@
 // byte first; text is its length and its bytes. Equal values give equal bytes in every process. Graphs and operators
 // take strings, so for them the bytes are written as "label|base64" (to_text).
 //
-// A Reader is safe on damaged and forged bytes. It throws UserError that names the kind if a read would pass the end,
-// allocate memory for more items than the bytes can contain, or return a value out of range. Callers check that fields
-// are consistent (planning/serialize.h, products/serialize.h).
+// A Reader is safe on damaged and forged bytes. It throws UserError that names the kind if a read would pass the end of
+// the bytes, allocate memory for more items than the bytes can contain, or return a value out of range. It does not
+// check that the fields agree with each other; its callers do (planning/serialize.h, products/serialize.h).
 #pragma once
 
 #include <cstdint>
@@ -63,26 +63,27 @@ class Reader {
   Reader(std::string_view bytes, std::string_view kind);
 
   int64_t integer();
-  // Reads an integer in [least, most].
+  // Reads an integer. Throws UserError unless it is in [least, most].
   int64_t integer(int64_t least, int64_t most);
   double real();
   bool boolean() { return integer(0, 1) == 1; }
   std::string text();
-  // Reads an enumerator in [0, last].
+  // Reads an enumerator. Throws UserError unless its value is in [0, last].
   template <typename Enum>
   Enum enumerator(Enum last) {
     return static_cast<Enum>(integer(0, static_cast<int64_t>(last)));
   }
-  // Reads a list of at most `most` items. read() reads one item.
+  // Reads a list by one call of read() for each item. Throws UserError if there are more than `most` items.
   template <typename Read>
   auto list(const Read& read, size_t most = SIZE_MAX) {
     std::vector<decltype(read())> items;
-    for (size_t left = count(most); left > 0; --left) items.push_back(read());
+    for (size_t left = list_length(most); left > 0; --left) items.push_back(read());
     return items;
   }
   std::vector<int64_t> integers() {
     return list([this] { return integer(); });
   }
+  // Reads a boolean (present or not), then calls read() if present.
   template <typename Read>
   auto optional(const Read& read) {
     return boolean() ? std::optional(read()) : std::nullopt;
@@ -95,7 +96,7 @@ class Reader {
   // Removes the next `count` bytes and returns them. Throws UserError if fewer remain.
   std::string_view take(size_t count);
   // Reads the length of a list. Throws UserError if it exceeds `most` or the number of fields in the remaining bytes.
-  size_t count(size_t most);
+  size_t list_length(size_t most);
 
   std::string kind_;
   std::string_view bytes_;  // the bytes not yet read, without the checksum
