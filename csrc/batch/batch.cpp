@@ -141,7 +141,7 @@ Batch Batch::from_bytes(std::string_view bytes) {
   const std::vector<MeshPtr> meshes = in.list([&] { return read_mesh(in); });
   const std::vector<Layout> layouts =
       in.list([&] { return read_layout(in, meshes.at(in.integer(0, static_cast<int64_t>(meshes.size()) - 1))); });
-  // Reads a list of tensors, each the number of a layout.
+  // Reads a list of indices into `layouts`, and returns these layouts.
   const auto tensors = [&] {
     return in.list([&] { return layouts.at(in.integer(0, static_cast<int64_t>(layouts.size()) - 1)); });
   };
@@ -153,11 +153,11 @@ Batch Batch::from_bytes(std::string_view bytes) {
   check_argument(items_as_integers.size() % 3 == 0, "batch bytes: the number of integers of the items",
                  "a multiple of 3", items_as_integers.size());
   for (size_t i = 0; i < items_as_integers.size(); i += 3) {
-    // Returns integer j, and checks that it is an index below `count`.
-    const auto checked_index = [&](size_t j, int64_t count, const char* name, const char* all) {
+    // Returns items_as_integers[j]. Throws UserError unless it is an index into `count` sources, destinations or maps.
+    const auto checked_index = [&](size_t j, int64_t count, const char* name, const char* plural) {
       const int64_t index = items_as_integers[j];
       check_user(index >= 0 && index < count, "batch bytes: the ", name, " of item ", i / 3, " must be ",
-                 IndexInRange{count, all}, ", got ", index);
+                 IndexInRange{count, plural}, ", got ", index);
       return static_cast<int>(index);
     };
     batch.items.push_back({checked_index(i, std::ssize(batch.sources), "source", "sources"),

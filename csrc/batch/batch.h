@@ -2,9 +2,9 @@
 //
 // A batch has source tensors, destination tensors, and items. An item copies some elements of one source to one
 // destination; its index map has the elements and their indices in the destination (exchange/index_map.h). Each tensor
-// has a layout; the layouts may be on different meshes. The dims of an index map are those of the full tensor, even if
-// a layout flattens some of them. Messages are sent in rounds; a *bucket* is a buffer for all messages of one rank in
-// one round (schedule.h).
+// has a layout; the layouts may be on different meshes. The dims of an index map are the dims of the full tensor, even
+// if a layout flattens some of them. Messages are sent in rounds. A *bucket* is a buffer for all messages that one rank
+// sends and receives in one round (schedule.h).
 //
 // Sources with pending reductions are reduced before anything is sent. Elements are cast to the destination's dtype:
 // after they are received if the source's dtype is smaller, otherwise before they are sent. Destination elements that
@@ -37,21 +37,22 @@ struct Batch {
   std::vector<BatchItem> items;
   int64_t bucket_bytes = kDefaultBucketBytes;  // maximum size of a bucket
   int64_t buckets = kDefaultBuckets;           // maximum number of buckets of a rank, hence of its rounds in flight
-  // If items alternate between sender groups (item_family.h): the index of the group that is tried first, modulo their
-  // number. Consecutive batches vary it to balance the load.
+  // The sender group (item_family.h) that is tried first, modulo the number of groups. Has no effect on items that do
+  // not alternate between sender groups. A caller that cuts a transfer into batches gives each batch another value, so
+  // that the batches load different senders.
   int64_t first_sender = 0;
 
   // Throws UserError, which names the argument or the item's index, on a destination with pending reductions, a map
-  // that contradicts the shapes, an index of no tensor, bucket_bytes below one element, buckets below 1, or
-  // first_sender below 0.
+  // that exceeds a shape, a source or destination index out of range, bucket_bytes below one element, buckets below 1,
+  // or first_sender below 0.
   void check() const;
 
   // Returns the ranks of all meshes, ascending.
   std::vector<Rank> ranks() const;
 
-  // Returns hashes with which ranks compare their batches, the same in every process: first the hash of the settings,
-  // then for each item the hash of the settings and all items up to this one. The first hash that differs between two
-  // batches names the first item that differs.
+  // Returns hashes with which ranks compare their batches; equal batches have equal hashes in every process. Hash 0 is
+  // of the settings, hash 1 + i of the settings and the items 0 to i. So if hash 1 + i is the first that differs
+  // between two batches, item i is the first item that differs.
   std::vector<uint64_t> digests() const;
   // Returns "float32[8, 4] on dp=2 as [S(0)] -> float32[8, 4] on tp=2 as [R]", followed by the map unless the item is a
   // full tensor.

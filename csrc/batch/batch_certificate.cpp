@@ -22,15 +22,15 @@ namespace {
 
 using Kind = BatchPlan::Kind;
 
-// Returns the bytes of one element of a kind, as it is sent.
-int64_t item_bytes(const BatchPlan& plan, const Kind& kind) { return plan.wire_dtype(kind.item).size_bytes(); }
+// Returns the size of one element of a kind in the dtype in which it is sent.
+int64_t element_bytes(const BatchPlan& plan, const Kind& kind) { return plan.wire_dtype(kind.item).size_bytes(); }
 
-// Sets the fields of received, kept and sent bytes, and rounds_bound.
+// Sets received_bytes_max, received_bytes_sum, kept_bytes_sum, sent_bytes_max and rounds_bound.
 void count_bytes(const BatchPlan& plan, BatchCertificate& certificate) {
   std::vector<int64_t> received(plan.ranks().size(), 0);
   std::vector<int64_t> sent(plan.ranks().size(), 0);
   for (const Kind& kind : plan.kinds()) {
-    const int64_t bytes = item_bytes(plan, kind) * kind.num_items;
+    const int64_t bytes = element_bytes(plan, kind) * kind.num_items;
     int64_t received_elements = 0;
     for (const ItemLoad& load : kind.loads) {
       const Rank rank = plan.ranks()[load.rank];
@@ -50,13 +50,13 @@ void count_bytes(const BatchPlan& plan, BatchCertificate& certificate) {
   certificate.rounds_bound = ceil_divide(busiest, plan.batch().bucket_bytes);
 }
 
-// Bytes that all receivers together need from each set of candidate senders.
+// The bytes that all receivers together need, divided by the set of candidate senders that hold them.
 struct Demand {
   std::map<std::vector<Rank>, int64_t> by_senders;
   bool is_complete = true;  // false if exchanges that do not report their demand were left out
 };
 
-// Returns the bytes that the receivers of all items need.
+// Returns the demand of all items.
 Demand demand_of(const BatchPlan& plan) {
   Demand demand;
   for (const Kind& kind : plan.kinds()) {
@@ -66,24 +66,24 @@ Demand demand_of(const BatchPlan& plan) {
       continue;
     }
     for (const auto& [senders, elements] : *kind_demand) {
-      demand.by_senders[senders] += elements * item_bytes(plan, kind) * kind.num_items;
+      demand.by_senders[senders] += elements * element_bytes(plan, kind) * kind.num_items;
     }
   }
   return demand;
 }
 
-// Sets sent_bytes_bound to the least possible load of the busiest sender (exchange/load.h). The bytes that receivers
-// need from a set of candidate senders are a job, and this set is its pool. Ranks that are in exactly the same sets
-// form a team.
+// Sets sent_bytes_bound to the least possible load of the busiest sender, and sent_bound_is_exact. In the terms of
+// exchange/load.h, the bytes that receivers need from one set of candidate senders are a job, and this set is the pool
+// of the job. Ranks that are in exactly the same sets form a team.
 //
-//   12 bytes from ranks 0 or 1, 6 bytes from ranks 1 or 2: each rank is a team of its own, because rank 1 is in both
-//   sets. Rank 0 can send 6, rank 1 6 of the first job, and rank 2 all 6 of the second: the bound is 6.
+//   12 bytes from ranks 0 or 1, 6 bytes from ranks 1 or 2: each rank is a team of its own, because only rank 1 is in
+//   both sets. Ranks 0 and 1 can each send 6 bytes of the first job, and rank 2 all 6 of the second: the bound is 6.
 void bound_sent(const BatchPlan& plan, BatchCertificate& certificate) {
   const Demand demand = demand_of(plan);
   const std::map<std::vector<Rank>, int64_t>& bytes_by_senders = demand.by_senders;
   const bool is_small = static_cast<int64_t>(bytes_by_senders.size()) <= BatchCertificate::kMaxPools;
   certificate.sent_bound_is_exact = demand.is_complete && is_small;
-  if (!demand.is_complete) {  // all source ranks send equal shares
+  if (!demand.is_complete) {  // weaker bound: all source ranks send equal shares
     std::set<Rank> sources;
     for (const Layout& layout : plan.batch().sources) {
       for (const Rank rank : layout.mesh().ranks()) sources.insert(rank);
@@ -91,7 +91,7 @@ void bound_sent(const BatchPlan& plan, BatchCertificate& certificate) {
     certificate.sent_bytes_bound =
         ceil_divide(certificate.received_bytes_sum, std::max<int64_t>(static_cast<int64_t>(sources.size()), 1));
   }
-  if (!is_small) {
+  if (!is_small) {  // weaker bound: the candidate senders of each job send equal shares
     for (const auto& [senders, bytes] : bytes_by_senders) {
       const int64_t per_sender = ceil_divide(bytes, static_cast<int64_t>(senders.size()));
       certificate.sent_bytes_bound = std::max(certificate.sent_bytes_bound, per_sender);
@@ -124,11 +124,11 @@ struct KindRounds {
   std::vector<ItemPiece> pieces;
 };
 
-// A message from one rank to another, which every item of a kind has.
+// The message that every item of a kind has from one rank to another.
 struct Flow {
   Rank from{};
   Rank to{};
-  int kind = 0;
+  int kind = 0;  // index into BatchPlan::kinds()
   int64_t elements = 0;
 };
 
@@ -166,8 +166,9 @@ std::vector<Flow> flows_of(const BatchPlan& plan) {
   return flows;
 }
 
-// Sets the fields of messages. If there are few flows, the rounds of all flows between two ranks are united; otherwise
-// every item's messages are counted separately, capped at one message per round from each other rank.
+// Sets messages_max, messages_sum and messages_are_exact. With at most kMaxItemMessages flows, counts for each pair of
+// ranks the rounds in which any flow between them has elements. With more flows, counts the messages of every item
+// separately, and caps the count of a rank at one message per round from each other rank.
 void count_messages(const BatchPlan& plan, BatchCertificate& certificate) {
   const std::vector<KindRounds> rounds_of_kinds = rounds_by_kind(plan);
   int64_t item_messages = 0;
@@ -214,7 +215,7 @@ void count_messages(const BatchPlan& plan, BatchCertificate& certificate) {
   }
 }
 
-// Costs of a reduction, each for the lowering with which it is highest.
+// The costs of a reduction. Each cost is the maximum over all lowerings.
 struct ReductionCosts {
   int64_t received_bytes = 0;  // by all ranks
   int64_t temporary_bytes = 0;
@@ -233,11 +234,13 @@ ReductionCosts costs_of(const BatchReduction& reduction) {
   return costs;
 }
 
-// Sets the fields of reductions, and memory_bytes. Costs are computed once for each pair of layouts.
+// Sets reductions, reduction_bytes_sum, reduced_bytes_max, reducing_bytes_max and memory_bytes. Computes the costs once
+// for each pair of layouts.
 void count_reductions(const BatchPlan& plan, BatchCertificate& certificate) {
   LayoutNumbers layouts;
   std::map<std::pair<int, int>, ReductionCosts> known;
-  std::map<int, int64_t> num_sources;  // by the number of their reduced layout
+  // By number of the reduced layout: the number of sources with this layout, and the layout.
+  std::map<int, int64_t> num_sources;
   std::map<int, const Layout*> reduced;
   for (const BatchReduction& reduction : plan.reductions()) {
     const int after = layouts.of(reduction.after);

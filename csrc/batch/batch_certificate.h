@@ -8,7 +8,8 @@
 
 namespace shardwright {
 
-// Fields that end with `_max` are for the worst rank, with `_sum` for all ranks together, with `_bound` lower bounds.
+// Fields that end with `_max` are for the rank with the most, with `_sum` for all ranks together. Fields that end with
+// `_bound` are lower bounds.
 // Bytes are counted in the dtypes in which elements are sent (wire_dtype in item_family.h).
 struct BatchCertificate {
   int64_t items = 0;  // number of items of the batch
@@ -21,24 +22,26 @@ struct BatchCertificate {
   int64_t kept_bytes_sum = 0;  // copied locally
   int64_t sent_bytes_max = 0;  // sent by the busiest sender
   // Lower bound on sent_bytes_max if only ranks that hold the data (candidate senders) send: the load of the busiest
-  // sender if the sending of all items is divided in the best way. With more than kMaxPools sets of candidate senders,
-  // or if some sets are unknown, it is a weaker bound and not exact.
+  // sender if the sending of all items is divided in the best way.
   int64_t sent_bytes_bound = 0;
+  // False if some division may be unable to reach the bound: with more than kMaxPools sets of candidate senders, or if
+  // some sets are unknown, a weaker bound is computed.
   bool sent_bound_is_exact = true;
 
   int64_t rounds = 0;        // number of rounds
   int64_t rounds_bound = 0;  // bytes sent and received by the busiest rank, divided by the bucket size
-  // All elements that one rank sends another in one round are one message. The numbers are upper bounds if the kinds
-  // have more than kMaxItemMessages messages, counting one item of each kind.
+  // All elements that one rank sends another in one round are one message.
   int64_t messages_max = 0;  // received by one rank
   int64_t messages_sum = 0;
+  // False if the two numbers are only upper bounds: the kinds have more than kMaxItemMessages messages, counting one
+  // item of each kind.
   bool messages_are_exact = true;
 
   // Reductions of sources with pending reductions, before anything is sent.
   int64_t reductions = 0;           // number of sources that are reduced
   int64_t reduction_bytes_sum = 0;  // received by all ranks for the reductions
-  int64_t reduced_bytes_max = 0;    // reduced parts on the rank that holds most of them
-  int64_t reducing_bytes_max = 0;   // most temporary memory of one reduction, with the lowering that needs most
+  int64_t reduced_bytes_max = 0;    // memory for the results of all reductions
+  int64_t reducing_bytes_max = 0;   // temporary memory of one reduction: maximum over reductions and lowerings
 
   int64_t bucket_bytes = 0;
   int64_t buckets = 0;
@@ -47,7 +50,7 @@ struct BatchCertificate {
   int64_t memory_bytes = 0;
 
   static constexpr int64_t kMaxPools = 4096;  // maximum number of sets of candidate senders for an exact bound
-  // Maximum number of messages, summed over ranks and kinds with one item each, for an exact count.
+  // Maximum number of messages for an exact count: summed over all ranks and kinds, with one item of each kind.
   static constexpr int64_t kMaxItemMessages = int64_t{1} << 20;
 
   // Return the certificate as a few lines of text, and as a JSON object with all fields.

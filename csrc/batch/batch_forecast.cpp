@@ -17,7 +17,7 @@ using Kind = BatchPlan::Kind;
 using Rounds = std::vector<uint64_t>;  // a set of rounds, one bit per round of the plan
 using RankPair = std::pair<Rank, Rank>;
 
-// Returns the link between two ranks: `inside` if they are on one node.
+// Returns the link between two ranks: topology.inside if they are on one node, else topology.between.
 const Link& link_between(const Topology& topology, Rank a, Rank b) {
   const auto node = [&](Rank rank) {
     return topology.ranks_per_node == 0 ? 0 : to_int(rank) / topology.ranks_per_node;
@@ -25,7 +25,7 @@ const Link& link_between(const Topology& topology, Rank a, Rank b) {
   return node(a) == node(b) ? topology.inside : topology.between;
 }
 
-// Returns by kind the rounds in which its items are sent.
+// Returns, for each kind, the rounds in which items of the kind are sent.
 std::vector<Rounds> rounds_of_kinds(const BatchPlan& plan) {
   std::vector<Rounds> rounds(plan.kinds().size(), Rounds((plan.num_rounds() + 63) / 64, 0));
   for (const int item : plan.order()) {
@@ -42,7 +42,7 @@ int64_t count(const Rounds& rounds) {
   return total;
 }
 
-// Adds all rounds of a set to `into`.
+// Adds the rounds of a set to the set `into`.
 void merge(Rounds& into, const Rounds& rounds) {
   into.resize(rounds.size(), 0);
   for (size_t w = 0; w < rounds.size(); ++w) into[w] |= rounds[w];
@@ -73,7 +73,7 @@ std::map<RankPair, LinkUse> uses_of(const BatchPlan& plan) {
   return uses;
 }
 
-// Returns the costs of a destination whose items have these kinds. Its rounds are not set.
+// Returns the costs of a destination whose items have these kinds. Does not set first_round and last_round.
 BatchForecast::OfDestination costs_of(const BatchPlan& plan, const std::vector<int>& kinds, const Topology& topology) {
   BatchForecast::OfDestination costs;
   std::map<Rank, int64_t> received;
@@ -135,7 +135,7 @@ struct RankUse {
   int64_t latency_ps = 0;
   int64_t sending_ps = 0;
   int64_t receiving_ps = 0;
-  int64_t bytes = 0;  // both ways
+  int64_t bytes = 0;  // sent plus received
   Rounds rounds;
 };
 
@@ -147,7 +147,7 @@ int64_t time_of(const RankUse& use, const BatchPlan& plan, const Topology& topol
   const int64_t latency_ps = saturating_sum(use.latency_ps, saturating_product(rounds, topology.step_ps));
   if (plan.buckets() == 1) return saturating_sum(latency_ps, saturating_sum(transfer_ps, copy_ps));
   // Transfers and copies overlap, except that packing the first bucket and unpacking the last one overlap with no
-  // transfers: about 1 / rounds of the shorter of the two remains.
+  // transfer: about 1 / rounds of the shorter of transfer_ps and copy_ps is not hidden.
   const int64_t exposed_ps = std::min(transfer_ps, copy_ps) / std::max<int64_t>(rounds, 1);
   return saturating_sum(latency_ps, saturating_sum(std::max(transfer_ps, copy_ps), exposed_ps));
 }

@@ -16,23 +16,24 @@ struct BatchForecast {
     int64_t received_bytes = 0;      // by all ranks
     int64_t received_bytes_max = 0;  // by one rank
     int64_t kept_bytes = 0;          // copied locally, by all ranks
-    int first_round = -1;            // first round that sends elements of it; -1 if nothing is sent
-    int last_round = -1;             // last such round; -1 if nothing is sent
-    int64_t predicted_ps = 0;        // transfers of the busiest rank for this destination alone, without latencies
+    int first_round = -1;            // first round that sends elements of the destination; -1 if nothing is sent
+    int last_round = -1;             // last round that sends elements of the destination; -1 if nothing is sent
+    int64_t predicted_ps = 0;        // longest send or receive time of a rank for this destination, without latencies
   };
   // The traffic from one rank to another.
   struct OfLink {
     Rank from{};
     Rank to{};
     int64_t bytes = 0;
-    int64_t messages = 0;  // one per round that uses the link; an upper bound, as a piece may have none of its elements
-    int64_t predicted_ps = 0;  // latencies of the messages plus their transfers
+    // Number of rounds that use the link. An upper bound: a piece of an item may have no elements of a message.
+    int64_t messages = 0;
+    int64_t predicted_ps = 0;  // latencies of the messages, plus the time of their bytes
   };
 
   std::vector<OfDestination> destinations;  // in the order of Batch::destinations
   std::vector<OfLink> links;                // ordered by sender, then receiver
-  // Time to reduce the sources with pending reductions, one after the other, with the slowest lowering. The bytes of
-  // these reductions are in neither list.
+  // Time to reduce the sources with pending reductions, one after the other, with the slowest lowering. `destinations`
+  // and `links` do not include the bytes of these reductions.
   int64_t reducing_ps = 0;
   // reducing_ps plus the time of the busiest rank: the latencies of its rounds and messages, the larger of its send and
   // receive times, and packing and unpacking, which overlap with transfers if there is more than one bucket.

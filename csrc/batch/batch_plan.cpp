@@ -39,14 +39,14 @@ BatchPlan::Kind BatchPlan::make_kind(int item, ExchangePtr exchange) const {
 namespace {
 
 // Chooses the sender groups (item_family.h) of items such that all groups send about equally many bytes: each item gets
-// the group with the fewest bytes so far. With two groups, items of 8, 4, 2 and 4 bytes get the groups 0, 1, 1 and 1.
-// Sources on one mesh that replicate the same mesh dims are balanced together, because a sender group means the same
-// replica for all of them.
+// the group with the fewest bytes so far; of several such groups, the first one from `first` on. With two groups and
+// first = 0, items of 8, 4, 2 and 4 bytes get the groups 0, 1, 1 and 1. Sources on one mesh that replicate the same
+// mesh dims are balanced together, because a sender group is the same replica for all of these sources.
 class SenderBalance {
  public:
   explicit SenderBalance(int64_t first) : first_(first) {}
 
-  // Returns the sender group with the fewest bytes so far and adds `bytes` to it. `sender_groups` is their number.
+  // Returns the sender group with the fewest bytes so far, of `sender_groups` groups, and adds `bytes` to it.
   int64_t choose(const Layout& src, int64_t sender_groups, int64_t bytes) {
     if (sender_groups == 1) return 0;
     std::vector<int64_t>& sent_bytes = sent_bytes_[{index_of(src.mesh()), src.replicated_dims().bits(), sender_groups}];

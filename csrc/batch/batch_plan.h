@@ -6,10 +6,10 @@
 //              messages between ranks (exchange/exchange.h). A state dict of 20,000 tensors has some dozens of kinds.
 //              Each element that a rank needs and does not hold is sent to it once; elements that it holds are copied
 //              locally. The candidate senders of a part, the ranks that hold it, share its elements evenly. If a share
-//              would be below ItemFamily::kLeastShareBytes, one candidate sends a whole message instead, and the items
-//              alternate the first sender (item_family.h): an item takes the first sender with the fewest bytes so far,
-//              beginning with Batch::first_sender. Sources on one mesh that are replicated over the same mesh dims are
-//              balanced together, over all kinds.
+//              would be smaller than ItemFamily::kLeastShareBytes, one candidate sends a whole message instead, and the
+//              items alternate between first senders (item_family.h): each item gets the first sender with the fewest
+//              bytes so far; ties go to the first one from Batch::first_sender on. Sources on one mesh that are
+//              replicated over the same mesh dims are balanced together, over all kinds.
 //   rounds     schedule.h assigns the items to rounds.
 //   programs   compile_batch.h makes the instructions of one rank, proportional to its own messages.
 //
@@ -55,14 +55,15 @@ class BatchPlan {
   struct Kind {
     int item = 0;                 // index of one such item
     ExchangePtr exchange;         // the messages of one item
-    std::vector<ItemLoad> loads;  // of each rank that sends or receives; largest first
+    std::vector<ItemLoad> loads;  // one for each rank that sends or receives; largest first
     int64_t num_items = 0;        // number of items of this kind
   };
   const std::vector<Kind>& kinds() const { return kinds_; }
+  // Returns the index of an item's kind in kinds().
   int kind_of(int item) const { return kind_of_item_[item]; }
-  // The items in the order in which they are sent, and the pieces of each item (schedule.h). An item whose elements all
-  // stay on their ranks has no pieces.
+  // The indices of the items in the order in which they are assigned to rounds and packed into messages.
   const std::vector<int>& order() const { return order_; }
+  // Returns the pieces of an item (schedule.h); none if all of its elements stay on their ranks.
   const std::vector<ItemPiece>& pieces(int item) const { return pieces_[item]; }
 
  private:
@@ -77,7 +78,7 @@ class BatchPlan {
   std::vector<BatchReduction> reductions_;
   std::vector<Rank> ranks_;
   std::vector<Kind> kinds_;
-  std::vector<int> kind_of_item_;
+  std::vector<int> kind_of_item_;  // by item: index into kinds_
   std::vector<int> order_;
   std::vector<std::vector<ItemPiece>> pieces_;  // by item
   int num_rounds_ = 0;

@@ -19,8 +19,8 @@ struct RankPart {
   std::vector<Exchange::Message> sends;
   std::vector<Exchange::Message> receives;
   std::optional<Selection> kept;    // nullopt if nothing stays on the rank
-  std::vector<LocalAxis> src_axes;  // places of the axes in the local source; only set if it is read
-  std::vector<LocalAxis> dst_axes;  // places of the axes in the local destination; only set if it is written
+  std::vector<LocalAxis> src_axes;  // places of the axes in the local source; empty if the rank sends and keeps nothing
+  std::vector<LocalAxis> dst_axes;  // places of the axes in the local destination; empty if nothing is written there
 };
 
 // Returns a rank's part of an exchange.
@@ -52,7 +52,7 @@ int64_t elements_of(const std::vector<Fragment>& fragments) {
 
 // The messages between this rank and each peer in one round.
 struct Round {
-  using Messages = std::map<Rank, std::vector<Fragment>>;  // the fragments of each message, in its order
+  using Messages = std::map<Rank, std::vector<Fragment>>;  // by peer: the fragments of the message, in their order
 
   int64_t element_bytes = 1;  // all elements of a round have the same size
   Messages sends;
@@ -133,7 +133,7 @@ class BatchCompiler {
   // Returns the entry of an item's destination in Program::destination_ends.
   DestinationEnd& end_of(int item) { return program_.destination_ends[batch_.items[item].destination]; }
 
-  // Fills parts_ and rounds_.
+  // Sets parts_ and rounds_. Throws InvariantError if a round is larger than a bucket.
   void find_rounds() {
     for (const BatchPlan::Kind& kind : plan_.kinds()) parts_.push_back(part_of(*kind.exchange, rank_));
     for (const int item : plan_.order()) {
@@ -150,7 +150,8 @@ class BatchCompiler {
     }
   }
 
-  // Adds a piece of each of an item's messages, on one side, to the round of the piece.
+  // Adds one piece of an item to its round: for each of these messages of the item, the fragment that is in the piece.
+  // `side` is &Round::sends or &Round::receives.
   void add_fragments(int item, const ItemPiece& piece, const std::vector<Exchange::Message>& messages,
                      Round::Messages Round::* side) {
     for (const Exchange::Message& message : messages) {
@@ -305,10 +306,10 @@ class BatchCompiler {
   const Batch& batch_;
   const Rank rank_;
   const BatchStrides& strides_;
-  std::vector<RankPart> parts_;  // by BatchPlan::kinds()
-  std::map<int, Round> rounds_;  // by number
+  std::vector<RankPart> parts_;  // by index into BatchPlan::kinds()
+  std::map<int, Round> rounds_;  // by number of the round in the plan
   std::vector<BufferId> buckets_;
-  std::vector<BufferId> message_buffers_;  // by bucket: the buffer of its messages, in host memory if staged there
+  std::vector<BufferId> message_buffers_;  // by bucket: the bucket itself, or its copy in host memory if staged there
   Program program_;
   int step_ = 0;  // step of the instructions that are emitted next
 };

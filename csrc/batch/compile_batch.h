@@ -1,6 +1,8 @@
 // Compiles one rank's part of a batch to a Program.
 //
-//   buffers       the sources (inputs), the destinations, and a bucket for each round in flight
+// With b = BatchPlan::buckets(), at most b rounds are in flight at a time:
+//
+//   buffers       the sources (inputs), the destinations, and b buckets
 //   instructions  round 0 starts ... round b-1 starts, local copies, round 0 ends, round b starts, round 1 ends, ...
 //
 //     round starts  copies from sources into the start of the round's bucket; one message to and from each peer, each
@@ -8,10 +10,9 @@
 //     local copies  copies from sources to destinations of all elements that stay on the rank
 //     round ends    a Wait, and copies from the bucket to destinations
 //
-// Rounds in which this rank sends and receives nothing are left out; the remaining rounds are numbered from 0. At most
-// b rounds (BatchPlan::buckets) are in flight at a time. Both sides order the items of a message by BatchPlan::order().
-// Copies into or out of a bucket cast elements if the dtypes differ. Step 0 of the program has the local copies, and
-// step 1 + r has round r of the plan.
+// Rounds in which this rank sends and receives nothing are left out; the remaining rounds are numbered from 0 above.
+// Sender and receiver order the items of a message by BatchPlan::order(). Copies into or out of a bucket cast elements
+// if the dtypes differ. Step 0 of the program has the local copies, and step 1 + r has round r of the plan.
 #pragma once
 
 #include <cstdint>

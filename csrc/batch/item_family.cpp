@@ -10,8 +10,9 @@ namespace shardwright {
 namespace {
 
 // Returns the map between the dims of Layout::shape(), which counts flattened dims as one. Returns nullopt unless both
-// sides flatten the same dims, in order, and the map covers all of these dims but the first completely. Example: both
-// dims of (4, 6) are flattened; the map of rows 2 and 3 to rows 0 and 1 becomes [12, 24) to [0, 12).
+// layouts flatten the same dims, the map keeps the order of these dims, and it covers each of them except the first
+// completely. Example: both dims of (4, 6) are flattened; the map of rows 2 and 3 to rows 0 and 1 becomes [12, 24) to
+// [0, 12).
 std::optional<IndexMap> map_of_local_dims(const Layout& src, const Layout& dst, const IndexMap& map) {
   const int flattened = src.flattened();
   if (flattened != dst.flattened()) return std::nullopt;
@@ -57,7 +58,7 @@ ExchangePtr indexed_exchange(const Layout& src, const Layout& dst, const IndexMa
                                                                       : by_bytes;
 }
 
-// Returns the exchange of the boxes that the map reads and writes.
+// Returns the exchange between the box of the source that the map reads and the box of the destination that it writes.
 GridExchange grid_exchange_of(const Layout& src, const Layout& dst, const IndexMap& map, ReplicaPolicy policy,
                               int64_t first_sender) {
   return GridExchange(Grid(src, map.src_windows()), Grid(dst, map.dst_windows()), wire_dtype(src, dst).size_bytes(),

@@ -1,4 +1,5 @@
-// Numbers layouts. Layouts that place the same elements at the same positions and have one dtype get one number.
+// Numbers layouts. Equal layouts (Layout::operator==: the same elements at the same positions, and one dtype) get one
+// number.
 #pragma once
 
 #include <unordered_map>
@@ -7,7 +8,7 @@
 
 namespace shardwright {
 
-// Stores pointers to the layouts, which must outlive it and not move.
+// Stores pointers to the layouts. The layouts must outlive this object and keep their addresses.
 class LayoutNumbers {
  public:
   // Returns the number of a layout. The first distinct layout has number 0, the next one 1, and so on.

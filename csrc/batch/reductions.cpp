@@ -12,9 +12,9 @@
 namespace shardwright {
 namespace {
 
-// Returns layouts without pending reductions: for each tensor dim, one in which the pending mesh dims of `src` cut that
-// dim. If the destination is on the same mesh and all of these mesh dims cut it, the first layout has the destination's
-// cuts.
+// Returns the layouts to which `src` may be reduced: for each tensor dim, a layout in which the pending mesh dims of
+// `src` cut that dim. If `dst` is on the same mesh and all pending mesh dims of `src` cut it, the first returned layout
+// has the cuts of `dst` by these mesh dims. A scalar has one layout, in which the pending mesh dims replicate.
 std::vector<Layout> candidates(const Layout& src, const Layout* dst) {
   const std::vector<int> pending = src.partial_dims().to_vector();
   const std::vector<Placement> none(src.mesh().ndim(), Placement::replicate());
@@ -42,7 +42,7 @@ std::vector<Layout> candidates(const Layout& src, const Layout* dst) {
 
 using ItemsOfSource = std::vector<const BatchItem*>;  // the items that copy from one source
 
-// Returns the candidate that leaves the fewest elements to receive. Ties are broken by the smaller largest part.
+// Returns the candidate that leaves the fewest elements to receive; of several, the one with the smallest largest part.
 Layout best_reduced(const Batch& batch, const Layout& src, const ItemsOfSource& items) {
   const Layout* dst = items.empty() ? nullptr : &batch.destinations[items.front()->destination];
   std::optional<Layout> best;

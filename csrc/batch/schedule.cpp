@@ -72,8 +72,8 @@ std::vector<ItemPiece> Scheduler::add(int item, const std::vector<ItemLoad>& loa
              bucket_bytes_, ": item ", item, " must be split, and a bucket must hold 2 elements of each of up to ",
              messages, " messages");
 
-  // Returns the last mark at which a piece that begins at `begin` may end in a round. Returns `begin` if the piece
-  // would be below an eighth of a bucket, or would not end the item although `only_whole` is set.
+  // Returns the last mark at which a piece that begins at `begin` may end in a round with this use. Returns `begin` if
+  // the piece would be smaller than an eighth of a bucket, or with `only_whole` if it would end before kWhole.
   const auto last_mark_in = [&](const Used& used, int64_t begin, bool only_whole) {
     int64_t end = kWhole;
     for (const ItemLoad& load : loads) {

@@ -1,23 +1,23 @@
 // Assigns the parts of each item of a batch to rounds.
 //
-// In a round, a rank packs one bucket: all that it sends in the round, followed by all that it receives. Both together
-// fit into the bucket, on every rank. All elements of a round have the same size, so messages need no padding.
+// In a round, a rank uses one bucket for all data that it sends, followed by all data that it receives. On every rank,
+// both together fit into the bucket. All elements of a round have the same size, so messages need no padding.
 //
-// Items are taken in order, larger element sizes first. An item is assigned to the first open round in which it fits on
-// all ranks that take part in it. If there is none, it is split: every open round with room for an eighth of a bucket
-// or more, on the item's busiest rank, gets a *piece* of it, and new rounds get the remainder. A piece is the same
-// share of each of the item's messages: the elements [n * begin / kWhole, n * end / kWhole) of a message of n elements,
-// rounded down. So the list of pieces and a rank's own messages determine the elements that the rank sends and receives
-// in a round.
+// Items are assigned in order, larger element sizes first. An item is assigned to the first open round in which it fits
+// on all ranks that send or receive it. If there is none, the item is split into *pieces*: each open round with room
+// for at least an eighth of a bucket, on the item's busiest rank, gets a piece, and new rounds get the remainder. A
+// piece is the same share of each message of the item: the elements [n * begin / kWhole, n * end / kWhole) of a message
+// of n elements, rounded down. So the list of pieces and a rank's own messages determine the elements that the rank
+// sends and receives in a round.
 //
 // Example: buckets of 100 bytes, and three items of bytes. The first sends 60 bytes from rank 0 to 1, the second 60
 // from 1 to 2, the third 60 from 2 to 3.
 //
-//   round 0    first item, 60 bytes; second item, [0, 2/3), 40 bytes; third item, 60 bytes
+//   round 0    first item, 60 bytes; second item, [0, 2/3), 40 bytes, which fill rank 1's bucket; third item, 60 bytes
 //   round 1    second item, [2/3, 1), 20 bytes
 //
-// The pieces depend on the batch alone. The time is proportional to the number of items times the ranks that take part
-// in them, and does not depend on the number of messages.
+// The pieces depend on the batch alone. The time is proportional to the number of items times the ranks that send
+// or receive them, and does not depend on the number of messages.
 #pragma once
 
 #include <cstdint>
@@ -28,7 +28,7 @@ namespace shardwright {
 
 // A part of an item that is sent in one round.
 struct ItemPiece {
-  static constexpr int64_t kWhole = int64_t{1} << 40;  // the end of a message
+  static constexpr int64_t kWhole = int64_t{1} << 40;  // the mark at the end of a message
 
   int round = 0;
   int64_t begin = 0;  // in units of 1/kWhole of a message
@@ -54,9 +54,10 @@ class Scheduler {
 
   Scheduler(int64_t num_ranks, int64_t bucket_bytes);
 
-  // Assigns an item to rounds and returns its pieces, by round; none for an item without loads. `loads` has the largest
-  // load first. Items must be added by descending element sizes. Throws UserError that names bucket_bytes and the item
-  // if the item must be split and a bucket does not hold two elements for each message of a rank.
+  // Assigns an item to rounds and returns its pieces, by ascending round; an item without loads has none. `loads` has
+  // the largest load first. Items must be added by descending element sizes. Throws UserError that names bucket_bytes
+  // and the item if the item is larger than a bucket and the bucket does not hold two elements of each message of a
+  // rank.
   std::vector<ItemPiece> add(int item, const std::vector<ItemLoad>& loads, int64_t element_bytes);
 
   int num_rounds() const { return first_open_ + static_cast<int>(open_.size()); }
@@ -64,7 +65,7 @@ class Scheduler {
   int64_t largest_round_bytes() const { return largest_round_bytes_; }
 
  private:
-  using Used = std::vector<int64_t>;  // elements in the bucket, by rank
+  using Used = std::vector<int64_t>;  // by rank: the number of elements in the bucket so far
 
   // Appends a round.
   void open_round();
