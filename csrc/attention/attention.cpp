@@ -14,17 +14,20 @@ namespace {
 constexpr AttentionMethod kMethods[] = {AttentionMethod::kSerial, AttentionMethod::kRing, AttentionMethod::kGather,
                                         AttentionMethod::kUlysses, AttentionMethod::kTwoLevel};
 
+// Returns the number of tokens in all parts.
 int64_t length_of(const std::vector<IntervalList>& parts) {
   int64_t total = 0;
   for (const IntervalList& part : parts) total += shardwright::length(part);
   return total;
 }
 
+// Throws UserError unless there is one part for each rank of the mesh.
 void check_count(const std::vector<IntervalList>& parts, const Mesh& mesh, const char* argument) {
   check_user(static_cast<int64_t>(parts.size()) == mesh.size(), argument,
              " must have one part of the sequence for each of ", mesh.size(), " ranks, got ", parts.size());
 }
 
+// Throws UserError unless the parts are a partition of a sequence that begins at token 0.
 void check_parts(const std::vector<IntervalList>& parts, const Mesh& mesh, const char* argument) {
   check_count(parts, mesh, argument);
   std::vector<Interval> all;
@@ -38,13 +41,15 @@ void check_parts(const std::vector<IntervalList>& parts, const Mesh& mesh, const
   }
 }
 
+// Throws UserError unless every rank holds all keys, in order, and the method supports it.
 void check_whole_keys(const Attention& attention) {
   check_count(attention.key_parts, *attention.mesh, "kv_layout");
   const int64_t total = attention.key_length();
-  for (const IntervalList& part : attention.key_parts) {
+  for (size_t p = 0; p < attention.key_parts.size(); ++p) {
+    const IntervalList& part = attention.key_parts[p];
     const bool is_all = part.size() == 1 && part[0].begin == 0 && part[0].end == total;
     check_user(is_all || (part.empty() && total == 0), "kv_layout must have all ", total,
-               " keys in ascending order on every rank, got other keys on a rank");
+               " keys in ascending order on every rank, got other keys at position ", p, " of the mesh");
   }
   check_user(!exchanges_heads(attention.method),
              "method must be 'auto', 'ring', 'gather' or 'serial' where every rank holds all keys, got '",
@@ -151,16 +156,16 @@ void check(const Attention& attention) {
   check_size("batch", attention.batch);
   check_size("heads", attention.heads);
   check_size("depth", attention.depth);
-  check_user(attention.depth > 0, "q must have heads of at least one element, got ", attention.depth);
+  check_user(attention.depth > 0, "q must have a last dim of at least 1, got ", attention.depth);
   check_size("value_depth", attention.value_depth);
-  check_user(attention.value_depth > 0, "v must have heads of at least one element, got ", attention.value_depth);
+  check_user(attention.value_depth > 0, "v must have a last dim of at least 1, got ", attention.value_depth);
   check_size("chunks", attention.chunks);
   check_user(attention.kv_heads > 0 && attention.heads % attention.kv_heads == 0,
              "k must have a number of heads that divides the heads of q (", attention.heads, "), got ",
              attention.kv_heads);
   check_argument(std::isfinite(attention.scale), "scale", "a finite number", attention.scale);
   check_user(
-      attention.method != AttentionMethod::kTwoLevel || attention.has_levels(),
+      attention.method != AttentionMethod::kTwoLevel || attention.supports_two_level(),
       "method must be one of auto, ring, gather, ulysses, serial, got 'two_level'. two_level requires a topology with "
       "several nodes of equally many consecutive ranks, at least two each (sw.calibrate, SHARDWRIGHT_TOPOLOGY), for "
       "the ",

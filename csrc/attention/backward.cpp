@@ -8,8 +8,8 @@
 namespace shardwright {
 namespace {
 
-// Writes a backward. The gradients of another rank's keys are sent to it in sum_dtype() while this rank attends to the
-// next keys. The owner adds them to its own (gradient_sums.h).
+// Writes a backward. The gradients of received keys are sent to the owner of the keys, in sum_dtype(), while this rank
+// attends to the next keys. The owner adds them to its own gradients (gradient_sums.h).
 class Backward {
  public:
   Backward(AttentionWriter& writer, const HeadShare& share, const BackwardTensors& tensors)
@@ -30,8 +30,8 @@ class Backward {
     std::vector<ReturnedSums> sums;
   };
 
-  // Attends to keys in the order of the forward. The gradients of a group's keys return while this rank attends to the
-  // next group.
+  // Emits the products with all keys, in the order of the forward. The gradients of the keys of one group are sent to
+  // their owners while this rank attends to the keys of the next group.
   void attend_to_all_keys() {
     for (const int block : writer_.products.queries().of_rank(writer_.me)) {
       of_queries_.set_total(block, {t_.dq.at(0, writer_.products.queries()[block].row)});
@@ -53,15 +53,16 @@ class Backward {
       if (!is_serial) exchange.wait(g);
       writer_.begin_chunk(static_cast<int>(g) + 1);
       if (g + 1 < exchange.num_groups()) exchange.start(g + 1);
-      GradientTransfer next = send_gradients(exchange, g);
-      take(last);
+      GradientTransfer next = attend_to_group(exchange, g);
+      finish(last);
       last = std::move(next);
     }
-    take(last);
+    finish(last);
   }
 
-  // Attends to the keys received in group g, and starts the transfer that returns their gradients to the owners.
-  GradientTransfer send_gradients(const KeyExchange& exchange, size_t g) {
+  // Emits the products with the keys received in group g, and the start of the transfer that sends the gradients of
+  // these keys to their owners, and receives gradients of this rank's keys.
+  GradientTransfer attend_to_group(const KeyExchange& exchange, size_t g) {
     ProgramBuilder& builder = writer_.builder;
     GradientTransfer transfer;
     SendReceive move;
@@ -71,9 +72,9 @@ class Backward {
       const ReturnedSums sent = returned_sums(writer_, owner, writer_.me, heads);
       if (sent.buffer != kMissingBuffer) {
         builder.emit(FillZero{builder.whole(sent.buffer)});
-        GradientSums of_arrived(writer_, HeadKind::kKeys, heads);
-        for (const ReturnedSums::Sum& sum : sent.sums) of_arrived.begin(sum);
-        attend(exchange.arrived(distance), of_arrived);
+        GradientSums of_received(writer_, HeadKind::kKeys, heads);
+        for (const ReturnedSums::Sum& sum : sent.sums) of_received.set_memory(sum);
+        attend(exchange.received(distance), of_received);
         move.sends.push_back({writer_.member(owner), builder.whole(sent.buffer)});
       }
       const int64_t by = writer_.ahead(distance);
@@ -89,13 +90,15 @@ class Backward {
     return transfer;
   }
 
-  void take(const GradientTransfer& transfer) {
+  // Waits for a transfer and adds the received gradients to those of this rank's keys.
+  void finish(const GradientTransfer& transfer) {
     writer_.builder.wait(transfer.ticket);
-    for (const ReturnedSums& arrived : transfer.sums) {
-      for (const ReturnedSums::Sum& sum : arrived.sums) of_keys_.take(sum);
+    for (const ReturnedSums& received : transfer.sums) {
+      for (const ReturnedSums::Sum& sum : received.sums) of_keys_.add_received(sum);
     }
   }
 
+  // Emits the products of this rank's queries with these keys. `of_keys` adds up the gradients of the keys.
   void attend(const KeyValues& kv, GradientSums& of_keys) {
     const std::vector<int>& own_queries = writer_.products.queries().of_rank(writer_.me);
     for (const auto& [queries, keys] : pairs_in_order(writer_, own_queries, kv.rows.blocks)) {
@@ -119,8 +122,8 @@ class Backward {
   BackwardTensors t_;
 };
 
-// All-reduces a sum in the order of positions: rank p adds up the p-th part of all ranks' sums and sends the result to
-// all. So all ranks get the same bits.
+// Sums a tensor over all ranks, and moves `sum` to a new buffer with the result. Position p adds up the p-th part of
+// all ranks' tensors, in the order of positions, and sends the result to all ranks. So all ranks get the same bits.
 void sum_over_ranks(AttentionWriter& writer, HeadsTensor& sum) {
   if (sum.count() == 0) return;
   ProgramBuilder& builder = writer.builder;
@@ -128,6 +131,7 @@ void sum_over_ranks(AttentionWriter& writer, HeadsTensor& sum) {
     const int64_t begin = sum.count() * position / writer.num_ranks;
     return BufferRange{buffer, begin, sum.count() * (position + 1) / writer.num_ranks - begin};
   };
+  // Sends the range sent_to(p) to each other position p, and receives the range received_from(p) from it.
   const auto exchange = [&](const auto& sent_to, const auto& received_from) {
     SendReceive move;
     for (int64_t position = 0; position < writer.num_ranks; ++position) {

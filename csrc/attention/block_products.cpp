@@ -5,7 +5,7 @@
 namespace shardwright {
 namespace {
 
-// A token before which a block must end: the first one of a chunk or a document.
+// A token before which a block must end, because a chunk or a document begins there.
 struct Cut {
   int64_t token = 0;
   int64_t document = 0;  // the document that begins or continues here
@@ -103,7 +103,7 @@ BlockProducts::BlockProducts(const Attention& attention)
       keys_are_whole_(attention.keys_are_whole),
       queries_(query_blocks(attention)),
       keys_(key_blocks(attention)) {
-  // Windows longer than the sequences change nothing, and the sums of band() would overflow.
+  // A window longer than both sequences hides nothing, but the sums in band() would overflow.
   const int64_t longest = std::max<int64_t>({attention.length(), attention.key_length(), 1});
   if (mask_.window) mask_.window = std::min(*mask_.window, longest);
 }
@@ -118,7 +118,7 @@ BlockProducts BlockProducts::joined(int64_t count) const {
 Band BlockProducts::band(int queries, int keys) const {
   const SequenceBlock& q = queries_[queries];
   const SequenceBlock& k = keys_[keys];
-  if (q.document != k.document) return {1, 0};
+  if (q.document != k.document) return {1, 0};  // an empty band
   // Query i is token q + i, key j is token k + j.
   const int64_t shift = k.tokens.begin - q.tokens.begin;
   Band band;

@@ -1,11 +1,11 @@
 // The blocks of the sequences of queries and of keys, and the pairs of blocks that are multiplied.
 //
-// Blocks are as large as possible, but each is within one run of one rank's part, one chunk of the sequence (if there
-// are chunks) and one document. Blocks of a sequence are numbered by ascending tokens.
+// Blocks are as large as possible, but each block is within one run of one rank's part, one chunk of the sequence (if
+// there are chunks) and one document. Blocks of a sequence are numbered by ascending tokens.
 //
-// A block of queries overlaps a block of keys if some query sees some key. The visible pairs are a band
-// (program/attend.h): all pairs, a triangle, or for sliding windows a stripe. Pairs of blocks that do not overlap cost
-// nothing. The only masked scores that a rank computes are those next to its stripes, and there is no padding.
+// A block of queries *overlaps* a block of keys if some query of the one sees some key of the other. The visible pairs
+// of (query, key) are a band (program/attend.h): all pairs, a triangle, or for sliding windows a stripe. Pairs of
+// blocks that do not overlap cost nothing. There is no padding, and a rank computes masked scores only next to stripes.
 #pragma once
 
 #include <cstdint>
@@ -18,9 +18,9 @@ namespace shardwright {
 
 struct SequenceBlock {
   Interval tokens;
-  int64_t owner = 0;  // position of the rank that holds the block
-  int64_t row = 0;    // first row in the owner's local tensors
-  int64_t document = 0;
+  int64_t owner = 0;     // position of the rank that holds the block
+  int64_t row = 0;       // first row in the owner's local tensors
+  int64_t document = 0;  // index of the document that contains the block
 
   int64_t rows() const { return tokens.end - tokens.begin; }
 };
@@ -29,11 +29,11 @@ struct SequenceBlock {
 class SequenceBlocks {
  public:
   SequenceBlocks(std::vector<SequenceBlock> blocks, int64_t num_ranks);
-  // Makes the blocks of a sequence that every rank holds in full: of_rank() returns all of them for every rank. Their
-  // owner must be 0.
+  // Makes the blocks of a sequence that every rank holds in full: of_rank() returns all blocks for every rank. The
+  // owner of each block must be 0.
   static SequenceBlocks whole(std::vector<SequenceBlock> blocks, int64_t num_ranks);
-  // Returns the same blocks for fewer ranks: each new rank joins `count` consecutive ranks, whose rows follow each
-  // other.
+  // Returns the same blocks on fewer ranks: each new rank has the rows of `count` consecutive ranks, one after the
+  // other. With count = 2, rank 1 becomes rank 0, and its first row follows the last row of the old rank 0.
   SequenceBlocks joined(int64_t count) const;
 
   const SequenceBlock& operator[](int index) const { return blocks_[index]; }
@@ -46,7 +46,8 @@ class SequenceBlocks {
   std::vector<std::vector<int>> by_rank_;
 };
 
-// The blocks of queries and of keys, and the pairs of them that are multiplied. Blocks are given by their numbers.
+// The blocks of queries and of keys, and the pairs of blocks that are multiplied. The parameters `queries` and `keys`
+// are the number of a block of queries and the number of a block of keys.
 class BlockProducts {
  public:
   explicit BlockProducts(const Attention& attention);
@@ -56,18 +57,18 @@ class BlockProducts {
   const SequenceBlocks& queries() const { return queries_; }
   const SequenceBlocks& keys() const { return keys_; }
 
-  // Return the visible pairs of a block of queries and a block of keys.
+  // Return the visible pairs of two blocks, and the shape of the visible pairs.
   Band band(int queries, int keys) const;
   BlockShape shape(int queries, int keys) const;
   bool overlap(int queries, int keys) const { return shape(queries, keys) != BlockShape::kSkip; }
-  // True for each block of keys that this block of queries overlaps.
+  // Returns one entry per block of keys: true if this block of queries overlaps it.
   std::vector<bool> key_overlaps(int queries) const;
-  // True for each block of queries that overlaps this block of keys.
+  // Returns one entry per block of queries: true if it overlaps this block of keys.
   std::vector<bool> query_overlaps(int keys) const;
   // Returns the blocks of keys that a block of queries overlaps, ascending.
   std::vector<int> keys_of(int queries) const;
-  // Returns the blocks of the owner's keys that queries of rank `by` overlap, in the order of the owner's local
-  // tensors. Returns none if every rank holds all keys.
+  // Returns the blocks of the owner's keys that some block of rank `by`'s queries overlaps, in the order of the owner's
+  // local tensors. Returns an empty list if every rank holds all keys.
   std::vector<int> keys_needed(int64_t owner, int64_t by) const;
 
  private:
@@ -81,12 +82,13 @@ class BlockProducts {
 struct BlockCounts {
   int64_t full = 0;
   int64_t triangles = 0;
-  int64_t others = 0;
-  int64_t pairs = 0;  // visible pairs of a query and a key
+  int64_t others = 0;  // stripes, and parts of triangles
+  int64_t pairs = 0;   // visible pairs of a query and a key
 
   int64_t products() const { return full + triangles + others; }
 };
 
+// Returns the counts of the rank at `position`.
 BlockCounts count_blocks(const BlockProducts& products, int64_t position);
 
 }  // namespace shardwright

@@ -12,10 +12,11 @@
 namespace shardwright {
 namespace {
 
-constexpr int64_t kAlikePercent = 2;  // times that differ by less are decided by memory
+constexpr int64_t kSameTimePercent = 2;  // of methods whose times differ by at most this, the least memory decides
 constexpr int64_t kMostRanksShown = 16;
 constexpr int64_t kPicosecondsPerMicrosecond = 1'000'000;
 
+// Returns the positions of the ranks whose programs are timed.
 std::vector<int64_t> examined_positions(int64_t num_ranks) {
   if (num_ranks > 4) return {0, num_ranks / 2, num_ranks - 1};
   std::vector<int64_t> all;
@@ -23,6 +24,7 @@ std::vector<int64_t> examined_positions(int64_t num_ranks) {
   return all;
 }
 
+// Returns the forecast of one method.
 AttentionForecast forecast(Attention attention, AttentionMethod method, const Topology& topology,
                            const GemmModel& model, bool with_backward) {
   attention.method = method;
@@ -30,7 +32,7 @@ AttentionForecast forecast(Attention attention, AttentionMethod method, const To
   const Mesh& mesh = *attention.mesh;
   const MeshPtr mesh_of_groups = mesh_of_programs(attention);
   for (const int64_t position : examined_positions(mesh.size())) {
-    // The form does not depend on this rank's mask, so all ranks get the same forecast.
+    // Assumes a mask of full size instead of this rank's mask, so that all ranks get the same forecast.
     if (attention.mask_tensor) {
       attention.mask_tensor = MaskTensor{DType::kBool, 1, 1, attention.rows(position), attention.key_length()};
     }
@@ -52,13 +54,15 @@ AttentionForecast forecast(Attention attention, AttentionMethod method, const To
   return maxima;
 }
 
+// Returns the tokens of a part: "[0, 4) [12, 16)", or "nothing".
 std::string runs_text(const IntervalList& part) {
   std::vector<std::string> runs;
   for (const Interval run : part) runs.push_back(concat("[", run.begin, ", ", run.end, ")"));
   return runs.empty() ? "nothing" : join(runs, " ");
 }
 
-// Returns the sizes of keys and values that differ from those of queries.
+// Returns the sizes of keys and values that differ from the sizes of queries: "64 tokens of keys, values of depth 32,
+// ".
 std::string keys_text(const Attention& a) {
   std::string text;
   if (!a.key_parts.empty()) text += concat(a.key_length(), " tokens of keys, ");
@@ -79,7 +83,7 @@ std::vector<AttentionForecast> forecasts(const Attention& attention, const Topol
   if (moves_keys) methods.insert(methods.end(), {AttentionMethod::kRing, AttentionMethod::kGather});
   if (moves_keys && !attention_with_nodes.mask_tensor) {
     methods.push_back(AttentionMethod::kUlysses);
-    if (attention_with_nodes.has_levels()) methods.push_back(AttentionMethod::kTwoLevel);
+    if (attention_with_nodes.supports_two_level()) methods.push_back(AttentionMethod::kTwoLevel);
   }
   std::vector<AttentionForecast> all;
   for (const AttentionMethod method : methods) {
@@ -96,10 +100,10 @@ AttentionMethod choose(const Attention& attention, const Topology& topology, con
       [](const AttentionForecast& a, const AttentionForecast& b) { return a.total_ps() < b.total_ps(); });
   const int64_t serial = all.front().total_ps();
   if (serial - best->total_ps() < serial / 100 * kLeastGainPercent) return all.front().method;
-  const int64_t most = best->total_ps() + best->total_ps() / 100 * kAlikePercent;
+  const int64_t longest_ps = best->total_ps() + best->total_ps() / 100 * kSameTimePercent;
   AttentionForecast chosen = *best;
   for (const AttentionForecast& forecast : all) {
-    if (forecast.total_ps() <= most && forecast.peak_bytes < chosen.peak_bytes) chosen = forecast;
+    if (forecast.total_ps() <= longest_ps && forecast.peak_bytes < chosen.peak_bytes) chosen = forecast;
   }
   return chosen.method;
 }

@@ -13,26 +13,26 @@
 
 namespace shardwright {
 
+// The predicted times (in picoseconds) and bytes of one method: maxima over the examined ranks. Examined are all of up
+// to four ranks, else the first, the middle and the last one.
 struct AttentionForecast {
   AttentionMethod method = AttentionMethod::kSerial;
-  // Maxima over the examined ranks: all of up to four ranks, else the first, the middle and the last.
   int64_t forward_ps = 0;
-  int64_t backward_ps = 0;
-  int64_t compute_ps = 0;  // products of the forward, without transfers
-  int64_t received_bytes = 0;
-  int64_t peak_bytes = 0;  // results included
+  int64_t backward_ps = 0;     // 0 without a backward
+  int64_t compute_ps = 0;      // products of the forward, without transfers
+  int64_t received_bytes = 0;  // by one rank in the forward
+  int64_t peak_bytes = 0;      // memory that the forward allocates on one rank, with its results
 
   int64_t total_ps() const { return forward_ps + backward_ps; }
 };
 
-// Returns one forecast for each possible method, serial first. two_level needs Attention::has_levels for this topology.
-// Without `with_backward`, backward_ps is 0.
+// Returns one forecast for each method that supports this attention on this topology, serial first.
 std::vector<AttentionForecast> forecasts(const Attention& attention, const Topology& topology, const GemmModel& model,
                                          bool with_backward);
 
-// Returns the method with the least predicted time. Among methods within 2% of it, returns the one with the least
-// memory. Returns serial unless the fastest saves kLeastGainPercent (products/timeline.h). The choice depends on
-// arguments that are the same on all ranks, so all ranks make the same choice.
+// Returns the method with the least predicted time. Of the methods that take at most 2% longer, returns the one with
+// the least memory. Returns serial unless the fastest method saves kLeastGainPercent (products/timeline.h) of serial's
+// time. The choice depends on arguments that are the same on all ranks, so all ranks make the same choice.
 AttentionMethod choose(const Attention& attention, const Topology& topology, const GemmModel& model,
                        bool with_backward);
 

@@ -8,6 +8,7 @@
 namespace shardwright {
 namespace {
 
+// Writes a forward of a method that cuts the sequence alone (ring.h).
 class Forward {
  public:
   Forward(AttentionWriter& writer, const HeadShare& share, const ForwardTensors& tensors)
@@ -21,8 +22,9 @@ class Forward {
   }
 
  private:
-  // Attends to this rank's own keys while the keys of the first group are received, then to the keys of each group
-  // while those of the next are received. Serial receives everything first.
+  // Emits the products with all keys. This rank attends to its own keys while the keys of the first group of distances
+  // are received, then to the keys of each group while the keys of the next group are received. Serial first receives
+  // all keys, which are one group.
   void attend_to_all_keys() {
     KeyExchange exchange(writer_, t_.k, t_.v, distance_groups(writer_.attention.method, writer_.num_ranks));
     const KeyValues own{own_rows(writer_), t_.k, t_.v};
@@ -36,10 +38,11 @@ class Forward {
       if (!is_serial) exchange.wait(g);
       writer_.begin_chunk(static_cast<int>(g) + 1);
       if (g + 1 < exchange.num_groups()) exchange.start(g + 1);
-      for (const int64_t distance : exchange.distances(g)) attend(exchange.arrived(distance));
+      for (const int64_t distance : exchange.distances(g)) attend(exchange.received(distance));
     }
   }
 
+  // Emits the products of this rank's queries with these keys, and stores the results that become complete.
   void attend(const KeyValues& kv) {
     for (const int queries : writer_.products.queries().of_rank(writer_.me)) {
       const SequenceBlock& block = writer_.products.queries()[queries];
@@ -53,6 +56,7 @@ class Forward {
     }
   }
 
+  // Emits and stores the result of a block of queries that see no keys.
   void set_empty_result(int queries) {
     const SequenceBlock& block = writer_.products.queries()[queries];
     results_.set_empty_result(queries, t_.q.at(0, block.row));

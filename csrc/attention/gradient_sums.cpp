@@ -9,7 +9,7 @@ namespace {
 
 constexpr int kTopLevel = 30;  // level of a node that joins all blocks
 
-// Returns the bits of both numbers interleaved, with the bits of `a` in odd positions.
+// Returns the lower 32 bits of both numbers interleaved: a = 0b11, b = 0b00 give 0b1010.
 uint64_t interleaved(uint64_t a, uint64_t b) {
   uint64_t bits = 0;
   for (int i = 0; i < 32; ++i) bits |= ((a >> i & 1) << (2 * i + 1)) | ((b >> i & 1) << (2 * i));
@@ -36,7 +36,7 @@ struct BlockTensors {
     }
   }
 
-  // Returns their memory in a buffer, from `offset` on.
+  // Returns the memory of the gradients in a buffer, from `offset` on.
   BlockGradients in_buffer(BufferId buffer, int64_t offset) const {
     BlockGradients gradients;
     for (HeadsTensor tensor : tensors) {
@@ -47,12 +47,16 @@ struct BlockTensors {
     return gradients;
   }
 
-  std::vector<HeadsTensor> tensors;  // with offsets from the first one
+  std::vector<HeadsTensor> tensors;  // with offsets relative to the first tensor
   int64_t count = 0;                 // elements of all tensors
 };
 
-// Returns the largest nodes, in the tree over the queries that overlap a block of keys, whose blocks rank `by` holds
-// all, each with its first block of queries. For sums by rank, returns one node of no blocks.
+// Returns the tree nodes whose sums rank `by` sends for a block of keys, each with its first contributing block of
+// queries. For sums by token, these are the largest nodes of which rank `by` holds all contributing blocks of queries.
+// For sums by rank, returns one node without a meaning, and -1.
+//
+//   Blocks 0 to 3 contribute and `by` holds 0, 1 and 2: returns node {1, 0}, which joins 0 and 1, with 0; and node
+//   {0, 2}, which is block 2, with 2. If `by` holds all four: returns {kTopLevel, 0} with 0.
 std::map<TreeNode, int> nodes_of(const AttentionWriter& writer, int keys, int64_t by) {
   if (!sums_by_token(writer.attention)) return {{TreeNode{}, -1}};
   const std::vector<bool> overlaps = writer.products.query_overlaps(keys);
@@ -61,7 +65,7 @@ std::map<TreeNode, int> nodes_of(const AttentionWriter& writer, int keys, int64_
   for (const int queries : writer.products.queries().of_rank(by)) {
     if (!overlaps[queries]) continue;
     const std::optional<int> all = tree.add({0, queries}, queries, [](int&, int) {});
-    // The rank has all queries that overlap these keys: the node is that of all blocks.
+    // The rank holds all queries that overlap these keys.
     if (all) return {{TreeNode{kTopLevel, 0}, *all}};
   }
   return tree.waiting();
@@ -72,7 +76,7 @@ std::map<TreeNode, int> nodes_of(const AttentionWriter& writer, int keys, int64_
 GradientSums::GradientSums(AttentionWriter& writer, HeadKind kind, int64_t heads)
     : writer_(writer), kind_(kind), heads_(heads) {}
 
-GradientSums::Block& GradientSums::of(int block) {
+GradientSums::Block& GradientSums::state_of(int block) {
   auto found = blocks_.find(block);
   if (found == blocks_.end()) {
     std::vector<bool> contributes;
@@ -85,18 +89,18 @@ GradientSums::Block& GradientSums::of(int block) {
   return found->second;
 }
 
-void GradientSums::set_total(int block, BlockGradients total) { of(block).total = std::move(total); }
+void GradientSums::set_total(int block, BlockGradients total) { state_of(block).total = std::move(total); }
 
-void GradientSums::begin(const ReturnedSums::Sum& sum) {
+void GradientSums::set_memory(const ReturnedSums::Sum& sum) {
   if (sums_by_token(writer_.attention)) {
-    of(sum.keys).open_sums[sum.first] = sum.at;
+    state_of(sum.keys).open_sums[sum.first] = sum.at;
   } else {
     set_total(sum.keys, sum.at);
   }
 }
 
 BlockGradients GradientSums::sum_for(int block, int other) {
-  Block& state = of(block);
+  Block& state = state_of(block);
   if (!sums_by_token(writer_.attention)) return *state.total;
   const auto found = state.open_sums.find(other);
   if (found != state.open_sums.end()) return found->second;
@@ -106,24 +110,24 @@ BlockGradients GradientSums::sum_for(int block, int other) {
   return state.open_sums[other] = tensors.in_buffer(buffer, 0);
 }
 
-void GradientSums::added(int block, int other) {
+void GradientSums::finish_product(int block, int other) {
   if (!sums_by_token(writer_.attention)) return;
-  Block& state = of(block);
+  Block& state = state_of(block);
   const BlockGradients sum = state.open_sums.at(other);
   state.open_sums.erase(other);
   add(block, {0, other}, sum);
 }
 
-void GradientSums::take(const ReturnedSums::Sum& sum) {
+void GradientSums::add_received(const ReturnedSums::Sum& sum) {
   if (sums_by_token(writer_.attention)) {
     add(sum.keys, sum.node, sum.at);
   } else {
-    accumulate(sum.keys, sum.at, *of(sum.keys).total);
+    accumulate(sum.keys, sum.at, *state_of(sum.keys).total);
   }
 }
 
 void GradientSums::add(int block, TreeNode node, const BlockGradients& sum) {
-  Block& state = of(block);
+  Block& state = state_of(block);
   const auto merge = [&](const BlockGradients& left, const BlockGradients& right) { accumulate(block, right, left); };
   const std::optional<BlockGradients> complete = state.tree.add(node, sum, merge);
   if (complete && state.total) accumulate(block, *complete, *state.total);
@@ -200,8 +204,8 @@ void attend_backward(AttentionWriter& writer, const HeadShare& share, int querie
                                        of_kv(rows.v), of_q(rows.out), of_q(rows.dout), of_q(rows.lse), of_q(dq[0]),
                                        of_kv(dkv[0]), of_kv(dkv[1]), mask});
   }
-  of_queries.added(queries, keys);
-  of_keys.added(keys, queries);
+  of_queries.finish_product(queries, keys);
+  of_keys.finish_product(keys, queries);
 }
 
 }  // namespace shardwright

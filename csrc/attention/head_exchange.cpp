@@ -101,46 +101,46 @@ HeadRows HeadExchange::rows_at(size_t tensor, const SequenceBlock& block) const 
   return tensor_with(tensor, block).rows_at(offset.head, offset.row);
 }
 
-HeadExchange::Arriving HeadExchange::start_transfer(int64_t distance, const std::vector<Sent>& sent) {
+HeadExchange::ResultTransfer HeadExchange::start_transfer(int64_t distance, const std::vector<Result>& sent) {
   ProgramBuilder& builder = writer_.builder;
-  Arriving arriving;
-  arriving.from = writer_.behind(distance);
+  ResultTransfer transfer;
+  transfer.from = writer_.behind(distance);
   SendReceive move;
-  for (const Sent& part : sent) {
-    if (part.share.count() > 0) move.sends.push_back({writer_.member(writer_.ahead(distance)), part.share.range()});
-    HeadsTensor received = part.share;
+  for (const Result& part : sent) {
+    if (part.tensor.count() > 0) move.sends.push_back({writer_.member(writer_.ahead(distance)), part.tensor.range()});
+    HeadsTensor received = part.tensor;
     received.offset = 0;
-    received.heads = num_heads(shares_[arriving.from], part.kind);
+    received.heads = num_heads(shares_[transfer.from], part.kind);
     received.rows = rows_of(writer_.attention, part.kind, writer_.me);
     if (received.count() > 0) {
-      received.buffer = builder.new_buffer(received.count(), builder.program().dtype_of(part.share.buffer));
-      move.receives.push_back({writer_.member(arriving.from), received.range()});
+      received.buffer = builder.new_buffer(received.count(), builder.program().dtype_of(part.tensor.buffer));
+      move.receives.push_back({writer_.member(transfer.from), received.range()});
     }
-    arriving.shares.push_back({received, part.kind});
+    transfer.received.push_back({received, part.kind});
   }
-  if (move.sends.empty() && move.receives.empty()) return arriving;
+  if (move.sends.empty() && move.receives.empty()) return transfer;
   move.group = writer_.group();
-  arriving.ticket = builder.send_receive(std::move(move));
-  return arriving;
+  transfer.ticket = builder.send_receive(std::move(move));
+  return transfer;
 }
 
-void HeadExchange::copy_to(const std::vector<HeadsTensor>& tensors, const Arriving& arriving) {
-  writer_.builder.wait(arriving.ticket);
+void HeadExchange::copy_to(const std::vector<HeadsTensor>& tensors, const ResultTransfer& transfer) {
+  writer_.builder.wait(transfer.ticket);
   for (size_t i = 0; i < tensors.size(); ++i) {
-    const auto& [from, kind] = arriving.shares[i];
+    const auto& [from, kind] = transfer.received[i];
     std::vector<Box> boxes;
-    append_box(boxes, from, {}, tensors[i], {first_head(shares_[arriving.from], kind), 0}, from.heads, from.rows);
+    append_box(boxes, from, {}, tensors[i], {first_head(shares_[transfer.from], kind), 0}, from.heads, from.rows);
     writer_.builder.copy(from.buffer, tensors[i].buffer, std::move(boxes));
   }
 }
 
-void HeadExchange::add_to(const std::vector<HeadsTensor>& sums, const Arriving& arriving) {
-  writer_.builder.wait(arriving.ticket);
+void HeadExchange::add_to(const std::vector<HeadsTensor>& sums, const ResultTransfer& transfer) {
+  writer_.builder.wait(transfer.ticket);
   for (size_t i = 0; i < sums.size(); ++i) {
-    const auto& [from, kind] = arriving.shares[i];
+    const auto& [from, kind] = transfer.received[i];
     if (from.count() == 0) continue;
     const AttendSizes sizes{from.batch, from.heads, from.heads, from.rows, 0, from.depth, 0};
-    const int64_t head = first_head(shares_[arriving.from], kind);
+    const int64_t head = first_head(shares_[transfer.from], kind);
     writer_.builder.emit(Accumulate{sizes, from.at(0, 0), sums[i].at(head, 0)});
   }
 }

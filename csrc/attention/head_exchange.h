@@ -1,5 +1,5 @@
-// Exchanges sequence for heads: each rank gives up its rows of other ranks' heads, and gets the rows of all ranks for
-// its own share of the heads. Results go back in the same way.
+// Exchanges sequence for heads. Before, each rank holds its own rows of all heads; afterwards, the rows of all ranks
+// for its own share of the heads. Results are sent back in the other direction.
 #pragma once
 
 #include <cstdint>
@@ -14,6 +14,7 @@ class HeadExchange {
   // `sharing` determines each rank's share of the heads.
   HeadExchange(AttentionWriter& writer, HeadSharing sharing);
 
+  // Return the share of the heads of the rank at `position`, and of this rank.
   const HeadShare& share(int64_t position) const { return shares_[position]; }
   const HeadShare& own_share() const { return shares_[writer_.me]; }
 
@@ -21,44 +22,48 @@ class HeadExchange {
     HeadsTensor local;  // this rank's rows of all heads
     HeadKind kind = HeadKind::kQueries;
   };
-  // Gathers this rank's share of the heads of every tensor, for the rows of all ranks, in one transfer, and waits for
-  // it.
+  // Emits one transfer that gathers this rank's share of the heads of every tensor, for the rows of all ranks, and a
+  // wait for it. Other methods refer to a gathered tensor by its index in `tensors`.
   void gather(const std::vector<Tensor>& tensors);
-  // Gather tensors 0 to 2: q, k, v; or tensors 0 to 5: q, k, v, out, dout, lse.
+  // Gather q, k, v (tensors 0 to 2), or q, k, v, out, dout, lse (tensors 0 to 5).
   void gather(const ForwardTensors& t);
   void gather(const BackwardTensors& t);
-  // Returns a copy of this rank's share of a gathered tensor, in which the rows of all ranks follow each other.
+  // Emits a copy of a gathered tensor to one new tensor [batch, this rank's heads, rows of all ranks, depth], and
+  // returns the new tensor.
   HeadsTensor joined(size_t tensor);
   // Returns the rows of a block in a gathered tensor, beginning with the first head of this rank's share.
   Heads at(size_t tensor, const SequenceBlock& block) const;
   HeadRows rows_at(size_t tensor, const SequenceBlock& block) const;
 
-  // A transfer that returns results. A rank sends the receiver's rows for its own share of the heads, and receives its
-  // own rows for the sender's share of the heads.
-  struct Sent {
-    HeadsTensor share;  // of the receiver's rows
+  // A result (or gradient) for the sender's share of the heads and the receiver's rows.
+  struct Result {
+    HeadsTensor tensor;
     HeadKind kind = HeadKind::kQueries;
   };
-  struct Arriving {
+  // A transfer that sends results to one rank and receives results from another rank.
+  struct ResultTransfer {
     Ticket ticket = kNoTicket;
-    int64_t from = 0;
-    std::vector<Sent> shares;  // as many as were sent, in the same order
+    int64_t from = 0;              // position of the sender
+    std::vector<Result> received;  // one for each sent result, in the same order
   };
-  // Sends to the rank that is `distance` ahead and receives from the rank that is `distance` behind. All ranks call it.
-  Arriving start_transfer(int64_t distance, const std::vector<Sent>& sent);
-  // Wait for a transfer, then copy the received heads to their place among all heads, or add them to sums there.
-  void copy_to(const std::vector<HeadsTensor>& tensors, const Arriving& arriving);
-  void add_to(const std::vector<HeadsTensor>& sums, const Arriving& arriving);
+  // Emits a transfer that sends to the rank `distance` ahead and receives from the rank `distance` behind. All ranks
+  // must call it.
+  ResultTransfer start_transfer(int64_t distance, const std::vector<Result>& sent);
+  // Emit a wait for a transfer, then copies of its received results to their heads of `tensors`, or additions to their
+  // heads of `sums`. `tensors` and `sums` have this rank's rows of all heads, one tensor per result.
+  void copy_to(const std::vector<HeadsTensor>& tensors, const ResultTransfer& transfer);
+  void add_to(const std::vector<HeadsTensor>& sums, const ResultTransfer& transfer);
 
  private:
-  // This rank's own rows are not copied: they are read from its local tensor, among all heads.
+  // Return the tensor that has a block's rows of this rank's share of the heads, and the first head and row of the
+  // block in it. This rank's own rows are not copied: they are read from its local tensor, which has all heads.
   HeadsOffset offset_of(size_t tensor, const SequenceBlock& block) const;
   const HeadsTensor& tensor_with(size_t tensor, const SequenceBlock& block) const;
 
   AttentionWriter& writer_;
-  std::vector<HeadShare> shares_;
+  std::vector<HeadShare> shares_;  // by position
   std::vector<Tensor> tensors_;
-  std::vector<std::vector<HeadsTensor>> gathered_;  // by tensor and owner
+  std::vector<std::vector<HeadsTensor>> gathered_;  // by tensor, then by the position that the rows came from
 };
 
 }  // namespace shardwright

@@ -1,8 +1,8 @@
 // The order in which contributions of blocks are merged: along a binary tree over the numbers of all blocks.
 //
-// A node of level l joins 2^l consecutive blocks; its two sides are nodes of level l - 1. Blocks that contribute
-// nothing are left out, so the tree depends on tokens and the mask alone. A merge takes place once both of its sides
-// were added, in either order. If blocks are added in order, at most about log2 of their number wait to be merged.
+// A node of level l joins 2^l consecutive blocks; its two children are nodes of level l - 1. Blocks that contribute
+// nothing are left out, so the tree depends on tokens and the mask alone. Two siblings are merged once both were added,
+// in either order. If blocks are added in order, at most about log2(number of blocks) items wait to be merged.
 //
 // Example: blocks 0, 1 and 3 contribute. add(3) and add(0) wait; add(1) merges 0 with 1, and the result with 3.
 #pragma once
@@ -23,6 +23,7 @@ struct TreeNode {
   auto operator<=>(const TreeNode&) const = default;
 };
 
+// `Item` is a handle of a contribution, such as the buffer that holds it.
 template <typename Item>
 class MergeTree {
  public:
@@ -31,13 +32,14 @@ class MergeTree {
     for (const bool is_contributing : contributes) before_.push_back(before_.back() + (is_contributing ? 1 : 0));
   }
 
-  // Adds the item of a node. `merge(left, right)` must merge `right` into `left`. Returns the item of all blocks once
-  // it is complete.
+  // Adds the item of a node, and merges it with its sibling, the result with the next sibling, and so on, until a
+  // sibling is missing. `merge(left, right)` must merge the item `right` into `left`, the item of the earlier blocks.
+  // Returns the item of all blocks if it is now complete, else nullopt.
   template <typename Merge>
   std::optional<Item> add(TreeNode node, Item item, const Merge& merge) {
-    for (; below(node) < before_.back(); node = {node.level + 1, node.index / 2}) {
+    for (; num_contributing(node) < before_.back(); node = {node.level + 1, node.index / 2}) {
       const TreeNode sibling{node.level, node.index ^ 1};
-      if (below(sibling) == 0) continue;
+      if (num_contributing(sibling) == 0) continue;
       const auto other = waiting_.find(sibling);
       if (other == waiting_.end()) {
         waiting_[node] = std::move(item);
@@ -51,12 +53,12 @@ class MergeTree {
     return item;
   }
 
-  // The nodes whose sibling is still missing, and their items.
+  // Returns the nodes that wait for their sibling, and their items.
   const std::map<TreeNode, Item>& waiting() const { return waiting_; }
 
  private:
-  // Returns the number of contributing blocks below a node.
-  int below(TreeNode node) const {
+  // Returns the number of contributing blocks that a node joins.
+  int num_contributing(TreeNode node) const {
     const int64_t last = static_cast<int64_t>(before_.size()) - 1;
     const int64_t begin = std::min(static_cast<int64_t>(node.index) << node.level, last);
     const int64_t end = std::min((static_cast<int64_t>(node.index) + 1) << node.level, last);

@@ -8,6 +8,7 @@
 namespace shardwright {
 namespace {
 
+// Returns its argument. Throws UserError as check() does.
 const Attention& checked(const Attention& attention) {
   check(attention);
   return attention;
@@ -31,6 +32,7 @@ std::vector<int64_t> all_positions(const Mesh& mesh) {
   return positions;
 }
 
+// Returns the positions that differ from `position` along this mesh dim only, itself included.
 std::vector<int64_t> positions_along(const Mesh& mesh, int mesh_dim, int64_t position) {
   std::vector<int64_t> positions;
   const int64_t first = position - mesh.coordinate(position, mesh_dim) * mesh.stride(mesh_dim);
@@ -234,18 +236,18 @@ void KeyExchange::start(size_t group) {
       move.sends.push_back({peer, v.range()});
     }
     const KeyRows& needed = needed_.at(distance);
-    KeyValues arrived{needed, k_, v_};
-    arrived.k.buffer = arrived.v.buffer = slots_;
-    arrived.k.rows = arrived.v.rows = needed.rows;
-    arrived.k.offset = offset;
-    arrived.v.offset = offset + arrived.k.count();
+    KeyValues received{needed, k_, v_};
+    received.k.buffer = received.v.buffer = slots_;
+    received.k.rows = received.v.rows = needed.rows;
+    received.k.offset = offset;
+    received.v.offset = offset + received.k.count();
     offset += elements(needed);
     if (elements(needed) > 0) {
       const int64_t from = writer_.member(writer_.behind(distance));
-      move.receives.push_back({from, arrived.k.range()});
-      move.receives.push_back({from, arrived.v.range()});
+      move.receives.push_back({from, received.k.range()});
+      move.receives.push_back({from, received.v.range()});
     }
-    arrived_[distance] = std::move(arrived);
+    received_[distance] = std::move(received);
   }
   if (move.sends.empty() && move.receives.empty()) return;
   move.group = writer_.group();

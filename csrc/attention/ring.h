@@ -5,7 +5,8 @@
 
 namespace shardwright {
 
-// Emit one direction. All ranks of the writer compute the heads of `share`; each tensor begins with the first of them.
+// Emit the instructions of a forward or backward. All ranks of the writer compute the heads of `share`, and each tensor
+// begins with the first of these heads.
 void emit_forward(AttentionWriter& writer, const HeadShare& share, const ForwardTensors& tensors);
 void emit_backward(AttentionWriter& writer, const HeadShare& share, const BackwardTensors& tensors);
 

@@ -7,7 +7,8 @@
 namespace shardwright {
 namespace {
 
-constexpr int kAcrossNodes = 0;  // mesh dims of mesh_of_programs
+// The mesh dims of mesh_of_programs().
+constexpr int kAcrossNodes = 0;
 constexpr int kInNode = 1;
 
 // Returns the attention with only the parts of this rank's node.
@@ -22,7 +23,7 @@ Attention attention_in_node(const AttentionWriter& all) {
   return attention;
 }
 
-// Returns, by node, the parts of its ranks, one after the other.
+// Returns one part for each node: the parts of its ranks, one after the other.
 std::vector<IntervalList> by_node(const std::vector<IntervalList>& by_rank, int64_t ranks_per_node) {
   std::vector<IntervalList> parts;
   for (size_t p = 0; p < by_rank.size(); ++p) {
@@ -43,6 +44,8 @@ Attention attention_between_nodes(const AttentionWriter& all, const HeadShare& s
   return attention;
 }
 
+// Writes both directions, with one writer for the ranks of this node (in_node_) and one for the ranks of all nodes that
+// compute the same heads (across_).
 class TwoLevel {
  public:
   TwoLevel(AttentionWriter& all, HeadSharing sharing)
@@ -51,8 +54,8 @@ class TwoLevel {
         across_(all, kAcrossNodes, attention_between_nodes(all, exchange_.own_share()),
                 all.products.joined(all.attention.ranks_per_node)) {}
 
-  // Gathers the node's rows of this rank's heads, attends to all keys along the ring between nodes, and returns
-  // results.
+  // Emits the gather of the node's rows of this rank's heads, the products with all keys along the ring between nodes,
+  // and the transfers of results to the owners of the rows.
   void forward(const ForwardTensors& t) {
     exchange_.gather(t);
     ForwardTensors inner;
@@ -66,14 +69,14 @@ class TwoLevel {
     inner.lse.buffer = builder().new_buffer(inner.lse.count(), across_.attention.sum_dtype());
     if (exchange_.own_share().q_heads() > 0) emit_forward(across_, exchange_.own_share(), inner);
     builder().begin_chunk(-1);  // nothing is computed while results return
-    const std::vector<HeadExchange::Sent> results{{inner.out, HeadKind::kQueries}, {inner.lse, HeadKind::kQueries}};
+    const std::vector<HeadExchange::Result> results{{inner.out, HeadKind::kQueries}, {inner.lse, HeadKind::kQueries}};
     const std::vector<HeadsTensor> to{t.out, t.lse};
-    const std::vector<HeadExchange::Arriving> arriving = start_transfers(results);
-    exchange_.copy_to(to, own(results));
-    for (const HeadExchange::Arriving& arrival : arriving) exchange_.copy_to(to, arrival);
+    const std::vector<HeadExchange::ResultTransfer> transfers = start_transfers(results);
+    exchange_.copy_to(to, own_rows_of(results));
+    for (const HeadExchange::ResultTransfer& transfer : transfers) exchange_.copy_to(to, transfer);
   }
 
-  // As forward(), with gradients for results. Each rank adds up the gradients of its rows.
+  // Like forward(), but transfers gradients in place of results, and each rank adds up the gradients of its rows.
   void backward(const BackwardTensors& t) {
     exchange_.gather(t);
     BackwardTensors inner;
@@ -84,20 +87,20 @@ class TwoLevel {
     inner.dv = across_.new_sum(inner.v);
     if (exchange_.own_share().q_heads() > 0) emit_backward(across_, exchange_.own_share(), inner);
     builder().begin_chunk(-1);
-    const std::vector<HeadExchange::Sent> sums{
+    const std::vector<HeadExchange::Result> sums{
         {inner.dq, HeadKind::kQueries}, {inner.dk, HeadKind::kKeys}, {inner.dv, HeadKind::kKeys}};
     const std::vector<HeadsTensor> to{t.dq, t.dk, t.dv};
-    const std::vector<HeadExchange::Arriving> arriving = start_transfers(sums);
-    exchange_.add_to(to, own(sums));
-    for (const HeadExchange::Arriving& arrival : arriving) exchange_.add_to(to, arrival);
+    const std::vector<HeadExchange::ResultTransfer> transfers = start_transfers(sums);
+    exchange_.add_to(to, own_rows_of(sums));
+    for (const HeadExchange::ResultTransfer& transfer : transfers) exchange_.add_to(to, transfer);
   }
 
  private:
   ProgramBuilder& builder() { return in_node_.builder; }
 
-  // Copies the rows of one rank out of tensors that have the rows of all ranks of the node.
-  std::vector<HeadExchange::Sent> rows_of(int64_t owner, const std::vector<HeadExchange::Sent>& node_tensors) {
-    std::vector<HeadExchange::Sent> taken;
+  // Emits copies of the rows of one rank from tensors that have the rows of all ranks of the node.
+  std::vector<HeadExchange::Result> rows_of(int64_t owner, const std::vector<HeadExchange::Result>& node_tensors) {
+    std::vector<HeadExchange::Result> taken;
     for (const auto& [all, kind] : node_tensors) {
       int64_t first = 0;
       for (int64_t before = 0; before < owner; ++before) {
@@ -114,17 +117,18 @@ class TwoLevel {
     return taken;
   }
 
-  // Starts to send every other rank of the node its rows of these tensors.
-  std::vector<HeadExchange::Arriving> start_transfers(const std::vector<HeadExchange::Sent>& node_tensors) {
-    std::vector<HeadExchange::Arriving> arriving;
+  // Emits the starts of transfers that send each other rank of the node the rows of these tensors that it owns.
+  std::vector<HeadExchange::ResultTransfer> start_transfers(const std::vector<HeadExchange::Result>& node_tensors) {
+    std::vector<HeadExchange::ResultTransfer> transfers;
     for (int64_t distance = 1; distance < in_node_.num_ranks; ++distance) {
-      arriving.push_back(exchange_.start_transfer(distance, rows_of(in_node_.ahead(distance), node_tensors)));
+      transfers.push_back(exchange_.start_transfer(distance, rows_of(in_node_.ahead(distance), node_tensors)));
     }
-    return arriving;
+    return transfers;
   }
 
-  // Returns this rank's own rows of these tensors, in the form of a transfer that needs no Wait.
-  HeadExchange::Arriving own(const std::vector<HeadExchange::Sent>& node_tensors) {
+  // Emits copies of this rank's own rows of these tensors. Returns them as a transfer without a ticket, so that copy_to
+  // and add_to treat own and received rows in one way.
+  HeadExchange::ResultTransfer own_rows_of(const std::vector<HeadExchange::Result>& node_tensors) {
     return {kNoTicket, in_node_.me, rows_of(in_node_.me, node_tensors)};
   }
 

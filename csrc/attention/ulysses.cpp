@@ -7,8 +7,8 @@
 namespace shardwright {
 namespace {
 
-// Writes the forward. A rank computes its share of the heads for the rows of one rank after the other, by distance, and
-// sends each result while it computes the next one. Its own rows come last.
+// Writes the forward. A rank computes its share of the heads for the rows of one other rank after the other, by
+// increasing distance, and sends each result while it computes the next one. Its own rows come last.
 class UlyssesForward {
  public:
   UlyssesForward(const Attention& attention, Rank rank)
@@ -20,21 +20,21 @@ class UlyssesForward {
     out_ = t.out;
     lse_ = t.lse;
     exchange_.gather(t);  // outside of all chunks: nothing is computed meanwhile
-    std::vector<HeadExchange::Arriving> arriving;
+    std::vector<HeadExchange::ResultTransfer> transfers;
     for (int64_t distance = 1; distance < writer_.num_ranks; ++distance) {
       builder.begin_chunk(static_cast<int>(distance));
-      arriving.push_back(compute_for(distance));
+      transfers.push_back(compute_for(distance));
     }
     builder.begin_chunk(0);
     attend_for(writer_.me, out_, lse_, exchange_.own_share().q_begin);
-    for (const HeadExchange::Arriving& arrival : arriving) exchange_.copy_to({out_, lse_}, arrival);
+    for (const HeadExchange::ResultTransfer& transfer : transfers) exchange_.copy_to({out_, lse_}, transfer);
     return std::move(builder.program());
   }
 
  private:
-  // Computes this rank's share of the heads for the rows of the rank at this distance, and starts to send it the
-  // result.
-  HeadExchange::Arriving compute_for(int64_t distance) {
+  // Emits the products of this rank's share of the heads for the rows of the rank `distance` ahead, and the transfer of
+  // the result to that rank.
+  HeadExchange::ResultTransfer compute_for(int64_t distance) {
     const int64_t owner = writer_.ahead(distance);
     HeadsTensor out = out_;
     out.heads = exchange_.own_share().q_heads();
@@ -51,7 +51,8 @@ class UlyssesForward {
     return exchange_.start_transfer(distance, {{out, HeadKind::kQueries}, {lse, HeadKind::kQueries}});
   }
 
-  // Computes the results of the owner's queries, and stores them in `out` and `lse` from `first_head` on.
+  // Emits the products of the owner's queries with all keys, and stores the results in `out` and `lse` from
+  // `first_head` on.
   void attend_for(int64_t owner, const HeadsTensor& out, const HeadsTensor& lse, int64_t first_head) {
     if (exchange_.own_share().q_heads() == 0 || writer_.attention.batch == 0) return;
     for (const int queries : writer_.products.queries().of_rank(owner)) {
@@ -74,7 +75,8 @@ class UlyssesForward {
 };
 
 // Writes the backward. The gradients of queries are complete on the rank that computes their heads. If several ranks
-// share a head of keys, the owner of the rows adds up their gradients, by increasing distance. For sums by token
+// compute products with one head of keys, the owner of the rows adds up the gradients of these ranks, by increasing
+// distance. For sums by token
 // (gradient_sums.h), one rank computes each head of keys.
 class UlyssesBackward {
  public:
@@ -95,7 +97,7 @@ class UlyssesBackward {
  private:
   static constexpr HeadKind kKinds[] = {HeadKind::kQueries, HeadKind::kKeys, HeadKind::kKeys};
 
-  // Makes, for each rank, the gradients of its rows for this rank's share of the heads. For this rank they are sums_.
+  // Sets shares_. Allocates zeros for each other rank; this rank's own gradients are added to sums_ directly.
   void make_shares() {
     shares_.resize(writer_.num_ranks);
     for (int64_t owner = 0; owner < writer_.num_ranks; ++owner) {
@@ -114,7 +116,7 @@ class UlyssesBackward {
     return shares_[block.owner][i].at(head, block.row);
   }
 
-  // Adds the gradients of all pairs of blocks, for this rank's share of the heads, to shares_.
+  // Emits the products of all pairs of blocks, which add gradients for this rank's share of the heads to shares_.
   void attend() {
     GradientSums of_queries(writer_, HeadKind::kQueries, exchange_.own_share().q_heads());
     GradientSums of_keys(writer_, HeadKind::kKeys, exchange_.own_share().kv_heads());
@@ -140,23 +142,25 @@ class UlyssesBackward {
     }
   }
 
-  // Sends every other rank the gradients of its rows, and adds those that are received to this rank's sums.
+  // Emits the transfers that send every other rank the gradients of its rows, and the additions of received gradients
+  // to this rank's sums.
   void return_all() {
-    std::vector<HeadExchange::Arriving> arriving;
+    std::vector<HeadExchange::ResultTransfer> transfers;
     for (int64_t distance = 1; distance < writer_.num_ranks; ++distance) {
-      std::vector<HeadExchange::Sent> sent;
+      std::vector<HeadExchange::Result> sent;
       for (size_t i = 0; i < sums_.size(); ++i) {
         sent.push_back({shares_[writer_.ahead(distance)][i], kKinds[i]});
       }
-      arriving.push_back(exchange_.start_transfer(distance, sent));
+      transfers.push_back(exchange_.start_transfer(distance, sent));
     }
-    for (const HeadExchange::Arriving& arrival : arriving) exchange_.add_to(sums_, arrival);
+    for (const HeadExchange::ResultTransfer& transfer : transfers) exchange_.add_to(sums_, transfer);
   }
 
   AttentionWriter writer_;
   HeadExchange exchange_;
-  std::vector<HeadsTensor> sums_;                 // dq, dk, dv of this rank's rows
-  std::vector<std::vector<HeadsTensor>> shares_;  // by owner: dq, dk, dv
+  std::vector<HeadsTensor> sums_;  // dq, dk, dv of this rank's rows
+  // By owner of the rows: dq, dk, dv for this rank's share of the heads. For this rank itself: sums_.
+  std::vector<std::vector<HeadsTensor>> shares_;
 };
 
 }  // namespace

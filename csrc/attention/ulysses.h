@@ -6,7 +6,8 @@
 
 namespace shardwright {
 
-// Inputs and outputs as in compile.h.
+// Return a rank's forward and backward program, with the inputs and outputs of compile_attention and
+// compile_attention_backward (compile.h).
 Program compile_ulysses(const Attention& attention, Rank rank);
 Program compile_ulysses_backward(const Attention& attention, Rank rank);
 
