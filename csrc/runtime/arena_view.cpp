@@ -38,7 +38,7 @@ void end_access_error(c10::StorageImpl& storage);
 template struct Private<&c10::StorageImpl::throw_on_immutable_data_ptr_>;
 #endif
 
-// Clears the error that each read raises after release_memory.
+// Clears the error that release_memory has set, which each read of the address raises.
 template <typename Storage>
 void clear_access_error(Storage& storage) {
   if constexpr (requires { storage.clear_data_ptr_access_error_msg_(); }) {

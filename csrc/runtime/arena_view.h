@@ -28,8 +28,9 @@ at::Tensor on_arena(const at::Tensor& tensor);
 // device did not allocate.
 void record_use(const at::Tensor& tensor, c10::Stream stream);
 
-// Takes the memory from `tensor`. Until it is an arena view again, an operator that reads its address, or the address
-// of a view of it, throws c10::Error with the text `when_read`. A tensor without elements may still be read.
+// Drops the memory of `tensor`. Until view_arena is called for the tensor, an operator that reads the address of the
+// tensor or of one of its views throws c10::Error with the text `when_read`. A tensor without elements may still be
+// read.
 void release_memory(const at::Tensor& tensor, const std::string& when_read);
 
 }  // namespace shardwright

@@ -25,7 +25,8 @@ class BatchHandle {
   void wait_for_sources() const;
   // Waits until this rank's part of a destination is complete.
   void wait_for_destination(int destination) const;
-  // Waits until this rank's part of a destination is complete, and this rank has sent its elements of the other parts.
+  // Waits until this rank's part of a destination is complete, and this rank has sent all elements that it sends to the
+  // destination's parts on other ranks.
   void wait_for_destination_and_sends(int destination) const;
   // Waits for the end of the batch.
   void wait() const;
@@ -59,8 +60,8 @@ class BoundBatch {
  private:
   // Returns the program for tensors with the strides and the device of `tensors`. The last program is cached.
   ExecutablePtr executable_for(const std::vector<at::Tensor>& tensors) const;
-  // Compiles that program. `through_host`: true if the tensors are on a device and messages are in host memory. Throws
-  // c10::ValueError if a tensor has a wrong shape.
+  // Compiles the program for such tensors. `through_host`: true if the tensors are on a device and messages are in host
+  // memory. Throws c10::ValueError if a tensor has a wrong shape.
   ExecutablePtr compile_for(const std::vector<at::Tensor>& tensors, bool through_host) const;
 
   std::shared_ptr<const BatchPlan> plan_;

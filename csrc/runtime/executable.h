@@ -22,10 +22,9 @@
 
 namespace shardwright {
 
-// A plan step that communicates, as Executable::communications describes it. The description does not depend on the
-// messages that carry out the step.
+// The description of a plan step that communicates. It is the same on all ranks, whatever messages carry out the step.
 struct Communication {
-  std::string op;              // step_op_name of the step: "all_gather", "all_to_all", ...
+  std::string op;              // kind of the step (step_op_name): "all_gather", "all_to_all", ...
   std::string reduce_op;       // "sum", "max", ... if the step reduces; else empty
   std::vector<int> mesh_dims;  // the mesh dims in which the communicating ranks differ
   int64_t group_size = 0;      // number of ranks that communicate with each other

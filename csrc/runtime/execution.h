@@ -83,8 +83,9 @@ class Execution {
   // Makes the current stream wait for the end of the program, after submit_completion. Throws c10::Error as
   // check_capture does. Any thread may call it, any number of times.
   void wait_for_end();
-  // Waits for the instructions with indices below `instruction`. After submit_completion, the current stream waits, up
-  // to the end of the step in progress there, and the program must have destinations; else the host waits.
+  // Waits for the instructions with indices below `instruction`. Before submit_completion, the host waits. After it,
+  // the current stream waits for the end of the step that contains the last of these instructions (ends_step); this
+  // needs a program with destinations.
   void wait_until(int instruction);
   // Returns true once the device has finished the program.
   bool is_done() const;
@@ -108,14 +109,14 @@ class Execution {
   // Starts a transfer on the stream for transfers, makes that stream wait for it and records an event. If the host
   // carries out transfers, only starts it.
   void start_transfer(const Operation& operation, int index);
-  // Makes SideStream::kTransfers current until the caller destroys `side`. `transfer`: index of the transfer, whose
-  // predecessors the side stream waits for.
+  // Makes SideStream::kTransfers current until the caller destroys `side`. The side stream first waits for the
+  // predecessor of the transfer with index `transfer` (CompiledProgram::predecessor_of).
   void enter_side_stream(std::optional<SideStreamGuard>& side, int transfer) const;
   // Waits for a transfer: the host waits, or the current stream.
   void wait(int ticket);
   // Runs an operation that is neither a transfer nor a Wait.
   void compute(const Operation& operation, int index);
-  // True if a trace is being taken, outside of graph captures.
+  // True if a trace is being taken and no graph is being captured.
   bool is_traced() const;
   // Returns the number of this run in traces; the first call takes the next free number.
   int64_t run_number();
@@ -177,8 +178,8 @@ class Execution {
   // end of the program.
   std::vector<at::Tensor> home_buffers_;
   std::optional<StreamEvent> end_event_;
-  // Events of the completion, by instruction: after the instructions before it. Only for the ends of steps (ends_step),
-  // in programs with destinations.
+  // Events of the completion, only in programs with destinations. The event with key i was recorded after instruction
+  // i - 1, which ends a step (ends_step).
   std::map<int, StreamEvent> step_ends_;
   bool is_completing_ = false;       // submit_completion was called
   bool started_in_capture_ = false;  // a graph was being captured when the completion was submitted

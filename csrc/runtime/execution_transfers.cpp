@@ -33,8 +33,8 @@ void Execution::start_transfer(const Operation& operation, int index) {
   if (traces) spans_[index].stop_at(record_event(device_, true));
 }
 
-// The side stream first waits for the instructions that use the transfer's memory (program/order.h). If the transfer
-// allocates memory, it waits for all earlier work on the current stream instead, because that work, even of other
+// The predecessor is the last instruction that uses the transfer's memory (program/order.h). If the transfer allocates
+// memory, the side stream waits for all earlier work on the current stream instead, because that work, even of other
 // programs, may still use this memory.
 void Execution::enter_side_stream(std::optional<SideStreamGuard>& side, int transfer) const {
   const bool allocates = !compiled_.lifetimes().begins[transfer].empty();

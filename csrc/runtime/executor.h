@@ -19,15 +19,16 @@
 // different ranks. So on CPU, asynchronous programs send exchanges as messages, which have no number, and an
 // asynchronous call returns only after it has started the program's native collectives.
 //
-// Inputs. Once an asynchronous call has returned, the caller may write to its input. On CPU the program no longer reads
-// the input: it has copied what it needs later. On other devices packing and copying run on the caller's stream, before
-// the caller's next work. Only a transfer that sends the input's own memory may still read it, as PyTorch's
-// asynchronous collectives do.
+// Inputs. After an asynchronous call on CPU the caller may write to its input, because the program has copied what it
+// still needs. On other devices the program packs and copies the input on the caller's stream, before the caller's next
+// work; but as with PyTorch's asynchronous collectives, a transfer that sends the input's own memory without packing
+// may still read it.
 //
 // Streams. A program computes on the caller's stream, its home stream. Asynchronous calls and programs with products
-// run transfers on the side stream for transfers (side_stream.h). Other programs run them on the home stream, after
-// asynchronous programs that nobody has waited for. The completion of an asynchronous program runs on a second side
-// stream; a wait makes the waiting thread's current stream wait for the end of the completion. The host never waits.
+// run transfers on the side stream for transfers (side_stream.h). Other programs run transfers on the home stream,
+// which first waits for the asynchronous programs that it has not waited for yet. The completion of an asynchronous
+// program runs on a second side stream; a wait makes the waiting thread's current stream wait for the end of the
+// completion. The host never waits.
 //
 // Memory is allocated on the home stream. It is freed once the home stream waits for all work that uses it. If nobody
 // waits, the allocator is told which streams use it.
@@ -68,10 +69,10 @@ void check_out(const ExecutablePtr& executable, const at::Tensor& input, const a
 // with compute.
 std::vector<at::Tensor> run_all(const ExecutablePtr& executable, c10::ArrayRef<at::Tensor> tensors);
 
-// Starts a program without outputs. Returns once the first transfers are under way, or once the program is done if it
-// stages tensors on the host. Execution::wait_until waits for later instructions, as long as `token` exists. Inputs
-// must not change until the program has read them: they are not copied, because copies would take more memory than the
-// program.
+// Starts a program without outputs, such as a batch. Returns once the first transfers are under way, or once the
+// program is done if it stages tensors on the host. The caller waits with Execution::wait_until, and must keep `token`
+// (any tensor) until its last wait; afterwards the program's memory is released. Inputs must not change until the
+// program has read them: they are not copied, because copies would take more memory than the program.
 std::shared_ptr<Execution> start_all(const ExecutablePtr& executable, c10::ArrayRef<at::Tensor> tensors,
                                      const at::Tensor& token);
 

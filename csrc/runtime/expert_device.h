@@ -1,5 +1,6 @@
-// The index arithmetic of experts.h with ATen's operators. The host never waits for the device and no size depends on
-// values, so a graph can capture these functions. They run on any device; tests compare them with experts.h on CPU.
+// The functions of experts.h, computed by ATen's operators. The host never waits for the device, and no tensor's size
+// depends on values, so a graph can capture these functions. They run on any device; tests compare them with experts.h
+// on CPU.
 //
 // Indices are int64, codes int32. An expert id that is out of range raises ATen's error, on CUDA a device-side
 // assertion.
@@ -42,14 +43,14 @@ DeviceRoutes route_rows_on_device(const DevicePlacement& placement, const at::Te
 
 // Like Expansion, but with a fixed number of pairs.
 struct DeviceExpansion {
-  at::Tensor pairs;    // [max_pairs], -1 after the last one
+  at::Tensor pairs;    // [max_pairs], -1 after the last pair
   at::Tensor copies;   // [rows, codes per row]: index into `pairs`, or -1
   at::Tensor counts;   // [num_local]: number of copies for each local expert
   at::Tensor dropped;  // []: number of copies beyond the capacity
 };
 
-// Like expand_rows, with at most `capacity` copies for each expert. `max_pairs` must be at least the number of copies
-// that remain.
+// Like expand_rows, but keeps only the first `capacity` copies for each expert. `max_pairs` must be at least the number
+// of copies that are kept.
 DeviceExpansion expand_rows_on_device(const at::Tensor& codes, int64_t first_replica, int64_t num_local,
                                       const std::optional<at::Tensor>& origins, int64_t capacity, int64_t max_pairs);
 

@@ -15,14 +15,16 @@ namespace shardwright {
 
 // Sends rows of bytes and returns the received rows. `rows` is [sum of send_counts, row bytes], uint8, contiguous, with
 // the rows for rank 0 first. `group_device`: the type of device whose tensors the group transfers, CPU for Gloo; rows
-// on another device are sent through host memory. On devices with streams this runs on the current stream. Throws
-// DistBackendError that names rank, `step` and group. No other function here uses the process group.
+// on another device are sent through host memory. On devices with streams this runs on the current stream. If the
+// transfer fails, throws DistBackendError that names rank, group and `step`, the caller's name of the transfer. All
+// transfers of this file are done by this function.
 at::Tensor exchange_rows(RankGroup& group, const std::string& step, c10::DeviceType group_device,
                          const at::Tensor& rows, const std::vector<int64_t>& send_counts,
                          const std::vector<int64_t>& receive_counts);
 
-// Sends row r of `words` ([size of the group, n], int64, on CPU) to rank r, and returns a tensor whose row r was
-// received from rank r. The words are copied to `device` for the transfer, and the host waits for the result.
+// Sends row r of `words` ([size of the group, n], int64, on CPU) to rank r. Returns a tensor on CPU whose row r was
+// received from rank r. The transfer uses copies on `device`, and the host waits for the result. `step`: as in
+// exchange_rows.
 at::Tensor exchange_words(RankGroup& group, const std::string& step, const at::Tensor& words, c10::Device device);
 
 // The rows that the ranks of a group send each other, and the sums of the results that they send back. Immutable.
@@ -44,8 +46,9 @@ class RowExchange {
 
   // Number of rows of the parts that `send` takes.
   int64_t num_rows() const { return rows_of_token_.size(0); }
-  // Number of rows that this rank receives, from itself included.
+  // Number of rows that this rank receives, including the rows from itself.
   int64_t num_received() const { return num_received_; }
+  // Number of rows that this rank sends to other ranks, and receives from other ranks.
   int64_t num_sent_to_others() const;
   int64_t num_received_from_others() const;
 

@@ -30,7 +30,7 @@ at::Tensor with_dense_rows(const at::Tensor& input) {
   return rows.size(1) <= 1 || rows.stride(1) == 1 ? rows : rows.contiguous();
 }
 
-// Returns the minimum number of rows per task of a thread.
+// Returns the minimum number of rows of a task of at::parallel_for.
 int64_t grain_of(int64_t row_bytes) { return std::max<int64_t>(1, kMinBytesPerTask / std::max<int64_t>(row_bytes, 1)); }
 
 // Returns the widest integer dtype as which the rows of both tensors can be viewed. Rows are copied as integers,

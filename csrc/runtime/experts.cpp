@@ -121,8 +121,8 @@ class ReplicaChoice {
   int num_ranks_;
   std::span<const int32_t> node_of_rank_;
   int64_t token_ = -1;
-  std::vector<int64_t> rank_stamp_;  // by rank: the last token that visited it
-  std::vector<int64_t> node_stamp_;  // by node: the last token that visited it
+  std::vector<int64_t> rank_stamp_;  // by rank: the last token for which the rank was visited; -1: none
+  std::vector<int64_t> node_stamp_;  // by node: the last token for which the node was visited; -1: none
   // By rank: the number of pending experts on it. All are 0 except in rank_with_most_pending.
   std::vector<int64_t> num_pending_;
   std::vector<size_t> pending_;  // indices of the token's pending experts

@@ -40,7 +40,7 @@ class ExpertPlacement {
     const auto begin = static_cast<size_t>(begin_of_expert_[expert]);
     return {replicas_.data() + begin, static_cast<size_t>(begin_of_expert_[expert + 1]) - begin};
   }
-  // Returns a hash of the constructor's arguments, for ranks to compare.
+  // Returns a hash of the constructor's arguments, with which ranks compare their placements.
   int64_t hash() const { return hash_; }
 
  private:
@@ -79,9 +79,9 @@ std::vector<int32_t> choose_replicas(const ExpertPlacement& placement, PerToken<
 // Returns the number of codes for each replica.
 std::vector<int64_t> count_by_replica(std::span<const int32_t> codes, int64_t num_replicas);
 
-// Limits the number of tokens of each replica: sets the codes of further tokens to 0, and returns their number. A
-// replica has taken[replica] tokens already and gets at most `capacity` in all. For example, codes 1, 1, 2 with taken
-// 1, 0, ... and capacity 2 become 1, 0, 2, and the result is 1.
+// Limits the number of tokens of each replica to `capacity`, of which the replica has taken[replica] already. Sets the
+// codes of further tokens to 0, and returns the number of these codes. For example, codes 1, 1, 2 with taken 1, 0, ...
+// and capacity 2 become 1, 0, 2, and the result is 1.
 int64_t drop_beyond_capacity(std::span<int32_t> codes, std::vector<int64_t> taken, int64_t capacity);
 
 // The rows that a rank sends. A row is the data of one token for one receiving rank.
@@ -107,14 +107,14 @@ RowRoutes route_rows(PerToken<int32_t> codes, std::span<const int32_t> target_of
 // The copies of received rows that the local experts (experts of this rank) need: one copy for each code of a local
 // expert. The copies of one expert are consecutive. A pair is an index into the codes: row * per_token + column.
 struct Expansion {
-  std::vector<int64_t> pairs;   // by copy: the pair that it is for, sorted by expert, then by row
+  std::vector<int64_t> pairs;   // by copy: the pair that the copy is for; sorted by expert, then by row
   std::vector<int64_t> copies;  // by pair ([rows, per_token]): the index of its copy in `pairs`, or -1
   std::vector<int64_t> counts;  // by local expert: number of copies
 };
 
-// Returns the copies for the replicas first_replica to first_replica + num_local - 1. `codes` are those of the received
-// rows. The rows of an expert are sorted by origins[row]; if `origins` is empty, they stay in the order of arrival. For
-// example, rank 1 has replicas 2 and 3 (codes 3 and 4), and receives rows with codes (3, 4) and (1, 3):
+// Returns the copies for the replicas first_replica to first_replica + num_local - 1. `codes` has the codes of the
+// received rows. The copies for an expert are sorted by origins[row], or by row if `origins` is empty. For example,
+// rank 1 has replicas 2 and 3 (codes 3 and 4), and receives rows with codes (3, 4) and (1, 3):
 //
 //   pairs    0, 3, 1             rows 0 and 1 for replica 2, then row 0 for replica 3
 //   copies   (0, 2), (-1, 1)

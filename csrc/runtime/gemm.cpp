@@ -74,7 +74,7 @@ void multiply_matrices(const at::Tensor& lhs, const at::Tensor& rhs, at::Tensor 
   }
 }
 
-constexpr int64_t kScaledAlignment = 16;  // that hardware for 8-bit floats requires, in elements and in bytes
+constexpr int64_t kScaledAlignment = 16;  // in elements and in bytes; hardware for 8-bit floats requires it
 
 bool is_8_bit_float(at::ScalarType dtype) { return dtype == at::kFloat8_e4m3fn || dtype == at::kFloat8_e5m2; }
 

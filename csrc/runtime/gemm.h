@@ -22,14 +22,16 @@ struct GemmHints {
   bool fast_accumulation = false;
 };
 
-// Returns the number of multiprocessors that products leave to concurrent transfers, in this process. 0 (the initial
-// value) means the number in each product's schedule.
+// Returns this process's setting for the number of multiprocessors that products leave to concurrent transfers. 0 (the
+// initial value) means the number in each product's schedule (Program::sms_left).
 int sm_carveout();
 // Sets the result of sm_carveout. Throws c10::ValueError if `sms` is negative.
 void set_sm_carveout(int sms);
 
-// True if scaled products use fast accumulation where no hint requests it, in this process; initially false.
+// Returns this process's setting: true if programs request GemmHints::fast_accumulation for scaled products. Initially
+// false.
 bool fast_accumulation();
+// Sets the result of fast_accumulation.
 void set_fast_accumulation(bool is_fast);
 
 // Computes dst = lhs x rhs + bias, or dst += lhs x rhs (Gemm::accumulates). The buffers are flat tensors on one device;

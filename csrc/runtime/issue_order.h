@@ -34,8 +34,8 @@ namespace shardwright {
 class Execution;
 
 // The programs whose transfers must start in order. A program starts its transfers only after all earlier programs have
-// started all of theirs. While one thread is in a function of the IssueOrder, no other thread starts transfers in it.
-// Thread-safe.
+// started all their transfers. While one thread is in a function of the IssueOrder, no other thread starts transfers in
+// it. Thread-safe.
 class IssueOrder {
  public:
   explicit IssueOrder(c10::Device device) : device_(device) {}
@@ -48,12 +48,12 @@ class IssueOrder {
   static void issue_on(c10::ArrayRef<RankGroupPtr> groups, const std::shared_ptr<Execution>& run,
                        const std::function<void()>& start);
 
-  // Like `issue`, for transfers that belong to no program, all of which `start` starts.
+  // Like `issue`, for transfers that belong to no program. `start` must start all of them.
   void issue(const std::function<void()>& start);
 
   // Like `issue`, for a program that `submit` submits to side streams of a device, so that the caller's stream
-  // continues. A caller may wait for the program as long as `output` exists. Afterwards the program's memory is
-  // released (Execution::abandon).
+  // continues. A caller may wait for the program only as long as `output` exists; once it is gone, a later call
+  // releases the program's memory (Execution::abandon).
   void issue_asynchronous(const std::shared_ptr<Execution>& run, const at::Tensor& output,
                           const std::function<void()>& submit);
 

@@ -76,7 +76,7 @@ void reduce_on_cpu(ReduceOp op, const std::vector<const Item*>& parts, int64_t n
       return run([](Accumulator a, Accumulator b) { return static_cast<Accumulator>(a * b); });
   }
   if constexpr (!c10::is_complex<Item>::value) {
-    // NaN wins, as in torch.minimum and torch.maximum.
+    // The result is NaN if either operand is NaN, as in torch.minimum and torch.maximum.
     if (op == ReduceOp::kMin) {
       return run([](Accumulator a, Accumulator b) { return is_nan(a) || a < b ? a : b; });
     }

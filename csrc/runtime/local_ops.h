@@ -1,5 +1,5 @@
 // A rank's operations on its own memory: strided copies and reductions. On CPU they are loops of this library; on other
-// devices they are ATen's operators, or functions that are registered for the device.
+// devices, functions that are registered for the device, else ATen's operators.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -30,16 +30,18 @@ bool register_device_copy(at::DeviceType device, DeviceCopy copy);
 // dst is not one of the parts. float16 and bfloat16 are accumulated and divided in float32 and rounded once. Integers
 // are not divided. Throws c10::TypeError on dtypes without the op.
 //
-// On CPU, and on devices with a registered reduction, every part is read once and the result is written once. ATen does
-// so for two parts, and for 16-bit sums of parts that are the rows of one tensor. It adds other parts to the result one
-// after another. To divide 16-bit sums it allocates a float32 tensor of the result's size. To sum more than two 16-bit
-// parts that are not rows of one tensor, it copies the parts.
+// On CPU, and on devices with a registered reduction, every part is read once and the result is written once. On other
+// devices, ATen
+//   - reads and writes once for two parts, and for 16-bit sums of parts that are the rows of one tensor;
+//   - copies the parts first for other 16-bit sums of more than two parts;
+//   - adds all other parts to the result one after another;
+//   - allocates a float32 tensor of the result's size to divide 16-bit sums.
 void reduce_parts(ReduceOp op, const std::vector<at::Tensor>& parts, double divisor, at::Tensor& dst);
 // Like reduce_parts, but always with ATen.
 void reduce_parts_with_aten(ReduceOp op, const std::vector<at::Tensor>& parts, double divisor, at::Tensor& dst);
 
-// Computes reduce_parts on one type of device, in a separate file as above. Returns false, with nothing done, if ATen
-// should reduce instead.
+// Computes reduce_parts on one type of device, in a separate file like DeviceCopy. Returns false, with nothing done, if
+// ATen should reduce instead.
 using DeviceReduce = bool (*)(ReduceOp op, const std::vector<at::Tensor>& parts, double divisor, at::Tensor& dst);
 // Registers the reduction of a type of device. Returns true.
 bool register_device_reduce(at::DeviceType device, DeviceReduce reduce);

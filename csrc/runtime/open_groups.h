@@ -1,8 +1,8 @@
 // Detects an open group of NCCL calls (ncclGroupStart) on a thread, such as a block of
 // torch.distributed._coalescing_manager.
 //
-// NCCL delays all calls in an open group until the group ends. Then a transfer of ours would start only after the event
-// that should mark its end has been recorded. So in an open group our transfers raise an error.
+// NCCL delays all calls in an open group until the group ends. A transfer of ours in an open group would start only
+// after the event that should mark its end was recorded, so such a transfer raises an error instead.
 #pragma once
 
 #include <c10/core/Device.h>

@@ -273,9 +273,9 @@ bool has_no_pending_reductions(const std::string& text) {
   return plan.src.partial_dims().empty() && plan.dst.partial_dims().empty();
 }
 
-// The autograd function of redistribute. Its backward moves the gradient by backward_plan, and is differentiable only
-// if backward_plan is the reverse of the plan. This is so unless reductions are pending, for which the gradient has R
-// instead of P.
+// The autograd function of redistribute. Its backward moves the gradient by backward_plan. The backward is itself
+// differentiable only if backward_plan is the reverse of the plan, that is, unless source or destination have pending
+// reductions: then the gradient has R in place of P.
 class RedistributeFunction : public torch::autograd::Function<RedistributeFunction> {
  public:
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& input, const std::string& plan,
@@ -369,8 +369,8 @@ void invalidate_sized_plans() { ++tables_version; }
 
 void set_check_ranks(bool enabled) { checks_ranks = enabled; }
 
-// The schemas. `input` is this rank's part of the plan's source. The result is a new row-major tensor: its part of the
-// destination. No argument but `out` is written.
+// The schemas. `input` is this rank's part of the plan's source. The result is a new row-major tensor, this rank's part
+// of the plan's destination. No argument but `out` is written.
 //
 // Compilers must not put these operators into CUDA graphs (torch.compile with mode="reduce-overhead"), because a replay
 // does not run their code on the host, such as the lookup of handles.

@@ -21,12 +21,12 @@ namespace shardwright {
 // executable_of. Throws c10::ValueError for other texts, and UserError if the rank is not on the mesh.
 std::shared_ptr<const CompiledProgram> compiled_of(const std::string& text, Rank rank);
 
-// Returns that program, bound to the groups with these names. It is cached, and bound again if a name now refers to
-// another group. Throws c10::ValueError for other texts and for groups that do not fit the program.
+// Returns the program of compiled_of, bound to the groups with these names. It is cached, and bound again if a name now
+// refers to another group. Throws c10::ValueError for other texts and for groups that do not fit the program.
 ExecutablePtr executable_of(const std::string& text, const std::vector<std::string>& groups, int64_t rank);
 
-// Makes redistribute_start with `sizes` plan again. Must be called after each change of the tables from which plans are
-// made (PlanningTables).
+// Makes the operator redistribute_start plan again in its next calls with `sizes`. Must be called after each change of
+// the tables from which plans are made (PlanningTables).
 void invalidate_sized_plans();
 
 // Sets whether all ranks compare the program of each operator before anything is sent (sw.debug.check_ranks).

@@ -14,8 +14,8 @@
 namespace shardwright {
 namespace {
 
-constexpr int kMaxDevices = 128;           // device indices are of 8 bits
-constexpr size_t kMaxPooledEvents = 1024;  // per device; more are in use at a time only by very long programs
+constexpr int kMaxDevices = 128;           // device indices have 8 bits, and are not negative
+constexpr size_t kMaxPooledEvents = 1024;  // unused events per device; only very long programs use more at a time
 
 // Unused device events, by device, for later StreamEvents.
 class EventPool {

@@ -23,8 +23,8 @@ enum class SideStream : uint8_t {
 // Returns a side stream of a device. It has high priority. `device` must not be the CPU.
 c10::Stream side_stream(c10::Device device, SideStream which);
 
-// A device event, without a timestamp. Its point is the end of the work that a stream had when the event was recorded.
-// Device events are reused, because creating one takes longer than recording one. A StreamEvent may be destroyed once
+// A device event, without a timestamp, that marks the end of the work that was submitted to a stream before. Device
+// events are reused, because creating an event takes longer than recording it. A StreamEvent may be destroyed once
 // `block` was called for every stream that must wait for it.
 class StreamEvent {
  public:

@@ -22,7 +22,7 @@ at::Tensor allocate_staging(int64_t count, const at::TensorOptions& options);
 // tensor any more. Does nothing for undefined tensors and for other devices.
 void return_staging(const at::Tensor& staging);
 
-// Returns the size of the cached memory, in which memory in use is not included.
+// Returns the size of the cached memory in bytes, without memory that is in use.
 int64_t cached_staging_bytes();
 // Frees the cached memory. Memory in use is cached when it is returned.
 void release_staging();

@@ -13,7 +13,7 @@
 namespace shardwright {
 
 // One instruction of one run. Times are seconds since the trace began. On CPU a transfer starts when it is passed to
-// the process group, and ends when the host has waited for it. On a GPU the times are those of the stream.
+// the process group, and ends when the host has waited for it. On a GPU the times are when the stream runs it.
 struct TraceEvent {
   std::string lane;         // "compute" or "communication"
   std::string instruction;  // its text in program listings

@@ -69,23 +69,25 @@ class Transport {
   // messages of this method, so other uses of the group do not interfere. Ranks without messages need not call it.
   virtual std::vector<WorkPtr> send_receive(std::vector<Message>& sends, std::vector<Message>& receives) = 0;
 
-  // `offer` and `fetch` are the halves of an all-gather for a product that waits for flags (Offer and Fetch in
-  // program/instructions.h), which few transports support. Returns the reason why this transport does not support them
-  // on a device for parts of this many bytes; nothing if it does, and only then may they be called. No other transfer
-  // is started between the halves.
+  // The next three functions are for an all-gather in two halves, `offer` and `fetch`, which a product needs that waits
+  // for flags (Offer and Fetch in program/instructions.h). Few transports support it.
+  //
+  // Returns the reason why this transport does not support `offer` and `fetch` on a device for parts of this many
+  // bytes, or nullopt if it does. Call them only if it does, and start no other transfer between them.
   virtual std::optional<std::string> why_no_offers(c10::Device /*device*/, int64_t /*part_bytes*/) const {
     return "its group has no arenas; make them with shardwright.prepare(peer_arena_bytes=...)";
   }
-  // Makes this rank's part readable by the other ranks.
+  // Starts the first half: makes this rank's part readable by the other ranks.
   virtual void offer(const at::Tensor& /*input*/) {
     check_invariant(false, "the transport does not support Offer and Fetch");
   }
-  // Copies the parts of the other ranks to `output`, and sets the flag of each chunk after the chunk's data. Uses no
-  // multiprocessor, because the product that waits for the flags may occupy all of them.
+  // Starts the second half: copies the parts of the other ranks to `output`, and sets the flag of each chunk after the
+  // chunk's data. This rank's own part must be in `output` already; its flags are set first. Uses no multiprocessor,
+  // because the product that waits for the flags may occupy all of them.
   virtual void fetch(at::Tensor& /*output*/, const at::Tensor& /*flags*/) {
     check_invariant(false, "the transport does not support Offer and Fetch");
   }
-  // Returns the time after which a transfer fails, if the transport itself enforces it; else 0.
+  // Returns the timeout of transfers that the transport itself enforces; 0 if it enforces none.
   virtual std::chrono::milliseconds timeout() const { return {}; }
 };
 
@@ -124,7 +126,8 @@ class RankGroup {
   GroupLease lease() const { return {owner_.lock(), transport_}; }
 
   // Replaces the transport for later transfers. All ranks must do so, because different transports cannot communicate
-  // with each other. The previous transport is kept for existing leases, and for transfers that the new one delegates.
+  // with each other. The previous transport is kept for existing leases, and for transfers that the new transport
+  // delegates to it.
   void replace_transport(std::unique_ptr<Transport> transport) {
     const std::lock_guard<std::mutex> lock(mutex_);
     transports_.push_back(std::move(transport));

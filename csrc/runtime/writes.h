@@ -1,4 +1,4 @@
-// Hashes of tensors, which detect writes that a tensor's version counter does not show.
+// Hashes of the content of tensors, which detect writes that do not change a tensor's version counter.
 #pragma once
 
 #include <ATen/core/Tensor.h>

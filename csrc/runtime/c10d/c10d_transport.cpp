@@ -34,8 +34,8 @@ c10d::ReduceOp to_c10d(ReduceOp op) {
   }
 }
 
-// Returns the options of a collective. It is asynchronous on CPU, where it would block otherwise. On a device with
-// streams it is not, so that it runs on the current stream.
+// Returns the options of a collective. On CPU the collective is asynchronous, because it would block otherwise. On a
+// device with streams it is not asynchronous, so that it runs on the current stream.
 template <typename Options>
 Options options_for(const at::Tensor& data) {
   Options options;

@@ -8,11 +8,11 @@
 
 namespace shardwright {
 
-// Returns the RankGroup of the process group that is registered under this name; the same one in every call, as long as
-// the process group exists. Throws c10::Error if no group has the name. Thread-safe.
+// Returns the RankGroup of the process group that is registered under this name: the same object in every call, as long
+// as the process group exists. Throws c10::Error if no group has the name. Thread-safe.
 RankGroupPtr group_named(const std::string& name);
 
-// Returns the timeout of transfers on this type of device, from the group's backend.
+// Returns the timeout that the backend of the process group with this name has for transfers on this type of device.
 std::chrono::milliseconds timeout_of(const std::string& name, c10::Device device);
 
 }  // namespace shardwright

@@ -1,5 +1,5 @@
-// The work of one thread of the kernels that copy boxes (copy_boxes.cu). It compiles for the host too, where tests run
-// whole grids of it.
+// The work of one thread of the kernels that copy boxes (copy_boxes.cu). It also compiles for the host, where tests
+// call it for every thread of a grid.
 //
 // All words of a copy are numbered (strided_copy.h). A thread block copies kWordsPerBlock = 1024 consecutive words, and
 // each of its 8 warps 128 consecutive words of them. Thread t of warp w in block b copies the words n, n + 32, n + 64
@@ -24,7 +24,8 @@ inline int64_t num_copy_blocks(int64_t words) { return (words + kWordsPerBlock -
 
 // Copies the words of one thread. `words` is the number of words of the copy, and first_word[b] the number of the first
 // word of box b. The words of the block are in boxes `first` to `last`, among which the warp finds the boxes of its own
-// words. Most warps are in one box; their threads read the dims of the box once for all their words.
+// words. The words of most warps are all in one box; then each thread reads the dims of the box once for its four
+// words.
 template <typename Word>
 SHARDWRIGHT_HOST_DEVICE void copy_words(int64_t block, int thread, const WordBox* boxes, const int64_t* first_word,
                                         int64_t words, int64_t first, int64_t last, const Word* __restrict__ src,
@@ -64,7 +65,7 @@ SHARDWRIGHT_HOST_DEVICE void copy_words(int64_t block, int thread, const WordBox
   }
 }
 
-// Copies with boxes in the kernel's argument.
+// Copies the words of one thread, with the boxes in the kernel's argument.
 template <typename Word, int kBoxes>
 SHARDWRIGHT_HOST_DEVICE void copy_inline_words(int64_t block, int thread, const InlineTable<kBoxes>& table,
                                                int64_t num_boxes, const Word* src, Word* dst) {
@@ -76,7 +77,8 @@ SHARDWRIGHT_HOST_DEVICE void copy_inline_words(int64_t block, int thread, const 
   copy_words(block, thread, table.boxes, table.first_word, words, first, last, src, dst);
 }
 
-// Copies with a table in memory, made for blocks of kWordsPerBlock.
+// Copies the words of one thread, with the boxes in a table in memory. The table must be made for blocks of
+// kWordsPerBlock words (table_on in program/copy_table.h).
 template <typename Word>
 SHARDWRIGHT_HOST_DEVICE void copy_table_words(int64_t block, int thread, const BoxTable& table, const Word* src,
                                               Word* dst) {

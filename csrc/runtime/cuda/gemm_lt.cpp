@@ -32,7 +32,7 @@ namespace {
 // cuBLAS 12.9 introduced scales by row.
 constexpr bool kHasRowScales = CUBLAS_VERSION >= 120900;
 
-// Returns NVIDIA's recommended workspace size for cuBLAS, by architecture.
+// Returns NVIDIA's recommended workspace size for cuBLAS on the current device.
 size_t workspace_limit_bytes() {
   return at::cuda::getCurrentDeviceProperties()->major >= 9 ? size_t{32} << 20 : size_t{4} << 20;
 }

@@ -156,7 +156,8 @@ AlgorithmCache& algorithm_cache() {
   return instance;
 }
 
-// Like find_algorithm, but takes the descriptors, and throws Unsupported if cuBLASLt declines for the first time.
+// Like find_algorithm, but takes the descriptors, and throws Unsupported if cuBLASLt declines in this call. Returns
+// nullopt if the cache says that cuBLASLt declined in an earlier call.
 std::optional<Algorithm> algorithm_for(const Device& device, const Problem& problem, const Descriptors& descriptors) {
   if (const auto known = algorithm_cache().find(problem)) return *known;
   const Algorithm algorithm = request_algorithm(device, problem, descriptors);

@@ -26,7 +26,7 @@ struct Algorithm {
   double waves = 0;  // tiles of the product / tiles that the device runs at once
 };
 
-// The library handle and stream for a product.
+// The library handle, the stream and the maximum workspace for a product.
 struct Device {
   cublasLtHandle_t handle = nullptr;
   cudaStream_t stream = nullptr;

@@ -1,5 +1,5 @@
-// The work of one thread of the kernel that reduces parts (reduce_parts.cu). It compiles for the host too, where tests
-// run whole grids of it.
+// The work of one thread of the kernel that reduces parts (reduce_parts.cu). It also compiles for the host, where tests
+// call it for every thread of a grid.
 #pragma once
 
 #include <cstdint>
@@ -37,7 +37,7 @@ struct ProductOfTwo {
   }
 };
 
-// NaN wins, as in torch.minimum and torch.maximum.
+// MinOfTwo and MaxOfTwo return NaN if either operand is NaN, as torch.minimum and torch.maximum do.
 struct MinOfTwo {
   template <typename T>
   SHARDWRIGHT_HOST_DEVICE T operator()(T a, T b) const {

@@ -1,5 +1,5 @@
-// The work of one thread of the kernel that sums rows (sum_rows.cu). It compiles for the host too, where tests run
-// whole grids of it.
+// The work of one thread of the kernel that sums rows (sum_rows.cu). It also compiles for the host, where tests call it
+// for every thread of a grid.
 #pragma once
 
 #include <cstdint>

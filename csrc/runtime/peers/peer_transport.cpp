@@ -24,7 +24,7 @@ constexpr int kSlots = 2;                // per row of an arena: one slot is rea
 constexpr int kChannels = 2 * kSlots;    // signals for each pair of ranks
 constexpr int64_t kSlotAlignment = 256;  // bytes
 
-// Return the numbers of the signals full and free of the slot that a round uses.
+// Return the channels (numbers of signals between two ranks) of full(slot) and free(slot), for the slot of a round.
 int full(size_t round) { return static_cast<int>(round % kSlots); }
 int free(size_t round) { return kSlots + static_cast<int>(round % kSlots); }
 
@@ -36,8 +36,8 @@ int64_t slot_bytes_of(int64_t arena_bytes, int64_t ranks) {
 // Returns a contiguous tensor as flat bytes.
 at::Tensor bytes_of(const at::Tensor& tensor) { return flat_bytes(tensor, 0, tensor.numel()); }
 
-// Makes a stream current until it is destroyed. The stream waits for the work of the previous current stream, which
-// waits for the stream at the end, also after an exception.
+// Makes a stream current from construction to destruction. At first the stream waits for the work of the stream that
+// was current before; at the end, also after an exception, that stream waits for the work of this one.
 class StreamFork {
  public:
   explicit StreamFork(c10::Stream stream) : stream_(stream) {

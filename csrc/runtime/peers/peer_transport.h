@@ -1,6 +1,6 @@
 // The transport that copies between the memory of peers, without kernels of a communication library. A rank copies data
-// for other ranks into its own arena, which is in PyTorch's symmetric memory, and they copy the data from there. On
-// NVLink, copy engines do such copies, which take no multiprocessors from a product.
+// for other ranks into its own arena, which is in PyTorch's symmetric memory, and the other ranks copy the data from
+// the arena. On NVLink, copy engines do such copies, which take no multiprocessors from a product.
 //
 // `shardwright.prepare(peer_arena_bytes=...)` enables this transport for gathers and messages. Reductions and small
 // transfers still use the group's previous transport. None of this has run on a GPU.
@@ -103,7 +103,7 @@ class PeerTransport final : public Transport {
   WorkPtr all_to_all(at::Tensor& output, at::Tensor& input, std::vector<int64_t> output_counts,
                      std::vector<int64_t> input_counts) override;
   std::vector<WorkPtr> send_receive(std::vector<Message>& sends, std::vector<Message>& receives) override;
-  // A part must fit into an arena.
+  // Supports `offer` and `fetch` on its device for parts that fit into an arena.
   std::optional<std::string> why_no_offers(c10::Device device, int64_t bytes) const override;
   void offer(const at::Tensor& input) override;
   void fetch(at::Tensor& output, const at::Tensor& flags) override;
@@ -117,10 +117,10 @@ class PeerTransport final : public Transport {
   bool handles(const at::Tensor& tensor) const;
   // Divides messages into pieces and assigns rounds. The pieces of one message are in consecutive rounds.
   Rounds rounds_of(const std::vector<Message>& messages) const;
-  // Runs the rounds of an exchange of messages. The stream of this group must be current.
+  // Runs the rounds of an exchange of messages. stream_ must be current.
   void exchange(const Rounds& sends, const Rounds& receives);
-  // Runs an all-gather: in each round, fills a slot of the rank's own row, which all other ranks read. The stream of
-  // this group must be current.
+  // Runs an all-gather: in each round, fills a slot of this rank's own row, which all other ranks read. stream_ must be
+  // current.
   void gather(at::Tensor& output, at::Tensor& input);
   // Copies a piece into this rank's slot for a peer, once the slot is free.
   void fill(const Message& message, size_t round);
