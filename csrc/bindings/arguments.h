@@ -21,8 +21,8 @@ namespace shardwright {
 
 namespace py = pybind11;
 
-// A parameter that may be any Python object, and that signatures and stubs show as a T. The functions below check and
-// convert it, not pybind11.
+// A parameter that pybind11 shows as a T in signatures and stubs, but for which it accepts any Python object. The
+// functions below check and convert the object.
 template <typename T>
 class Typed : public py::object {
  public:
@@ -52,7 +52,7 @@ inline std::string shown(const py::handle& handle) {
 }
 
 // Returns an integer. Accepts any object that Python accepts as an index: ints, NumPy integers, tensors of one integer.
-// In error messages, `prefix` precedes the argument.
+// In error messages, `prefix` precedes the name of the argument, such as "each item of ".
 inline int64_t integer(const py::handle& handle, const char* argument, const char* prefix = "") {
   const auto index = py::reinterpret_steal<py::object>(PyNumber_Index(handle.ptr()));
   if (!index) {
@@ -65,7 +65,7 @@ inline int64_t integer(const py::handle& handle, const char* argument, const cha
   return value;
 }
 
-// Returns the argument `rank`.
+// Returns the value of the argument `rank`.
 inline Rank rank_of(const py::handle& handle) { return Rank{integer(handle, "rank")}; }
 
 // Returns the text of a str.
@@ -106,8 +106,8 @@ inline std::vector<std::string> texts(const py::handle& handle, const char* argu
   return list<std::string>(handle, argument, text);
 }
 
-// Returns an object of type T: of one of our classes, by reference, as Python owns it; or of a Python type such as
-// py::dict. `allowed` describes T in the error message.
+// Returns the object as a T. T is one of our classes, for which a reference to Python's object is returned, or a Python
+// type such as py::dict. `allowed` describes T in the error message.
 template <typename T>
 decltype(auto) object(const py::handle& handle, const char* argument, const char* allowed) {
   if (!py::isinstance<T>(handle)) throw UserError(concat(argument, " must be ", allowed, ", got ", shown(handle)));

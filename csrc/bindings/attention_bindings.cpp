@@ -30,13 +30,13 @@ using Sizes = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t>;
 // Dtype and shape of a mask tensor.
 using MaskForm = std::pair<std::string, std::tuple<int64_t, int64_t, int64_t, int64_t>>;
 
-// Returns the form of a mask tensor.
+// Returns the mask tensor with this dtype and shape.
 MaskTensor mask_of(const MaskForm& form) {
   const auto& [batch, heads, rows, columns] = form.second;
   return {DType::parse(form.first), batch, heads, rows, columns};
 }
 
-// Returns the intervals of each rank.
+// Returns the parts as lists of intervals.
 std::vector<IntervalList> intervals_of(const Parts& parts) {
   std::vector<IntervalList> all;
   for (const auto& part : parts) {
@@ -117,7 +117,8 @@ void define_predictions(py::class_<Attention>& attention) {
           },
           py::arg("topology"), py::arg("model"), py::arg("with_backward") = true,
           "Returns for each method: name; picoseconds of the forward, of the backward, and of the forward's compute "
-          "alone; bytes that the worst rank receives, and allocates at its peak.")
+          "alone; bytes received by the rank that receives most, and the most bytes that a rank allocates at once, "
+          "both in the forward.")
       .def(
           "describe",
           [](const Attention& a, const std::optional<Topology>& topology, const GemmModel& model) {
@@ -161,16 +162,17 @@ void define_attention(py::module_& m) {
 
 Args:
     mesh: a mesh of one dim.
+    dtype: of queries, keys, values and results.
     sizes: batch, heads, heads of keys and values, depth, and depth of values.
-    parts: by position, the [begin, end) intervals of the sequence on that rank, in local order.
-    key_parts: the same for keys and values, or None if they are equal.
+    parts: by position on the mesh, the [begin, end) intervals of the queries' sequence on that rank, in local order.
+    key_parts: the same for the sequence of keys and values, or None in self-attention.
     keys_are_whole: True if every rank has all keys and values already.
     window: a query at i sees the keys j with ``|i - j| < window``; None for all keys.
-    documents: the lengths of consecutive documents, whose tokens do not see each other; empty for one document.
+    documents: the lengths of consecutive documents; tokens see only their own document. Empty for one document.
     mask: dtype and shape of this rank's mask tensor, or None.
     scale: factor of the scores.
-    chunks: number of chunks of equal length into which the sequence is divided; 0: blocks are the intervals that ranks
-        hold.
+    chunks: number of chunks of equal length at whose ends the intervals are cut into blocks; 0: none.
+    lowering: of the transport that sends keys, values and results.
 
 Raises:
     ValueError: the arguments contradict each other.)")
@@ -184,12 +186,12 @@ Raises:
       .def_readonly("lowering", &Attention::lowering)
       .def(
           "rows", [](const Attention& a, int64_t rank) { return a.rows(position_on(*a.mesh, Rank{rank})); },
-          py::arg("rank"), "Returns the number of query positions that a rank holds.")
+          py::arg("rank"), "Returns the number of rows of queries that a rank holds.")
       .def(
           "key_rows", [](const Attention& a, int64_t rank) { return a.key_rows(position_on(*a.mesh, Rank{rank})); },
-          py::arg("rank"), "Returns the number of key positions that a rank holds.")
+          py::arg("rank"), "Returns the number of rows of keys that a rank holds.")
       .def("with_default_mask", &with_default_mask,
-           "Returns this attention without the dtype and shape of the mask tensor, in which ranks may differ.")
+           "Returns this attention without the dtype and shape of the mask tensor, which may differ between ranks.")
       .def(
           "counts",
           [](const Attention& a, int64_t rank) {

@@ -21,9 +21,9 @@
 namespace shardwright {
 namespace {
 
-// Source dim, destination dim, first index in each, length. An absent dim is -1.
+// Source dim, destination dim, first index in the source, first index in the destination, length. An absent dim is -1.
 using AxisNumbers = std::array<int64_t, 5>;
-// Index of the source, index of the destination, axes (none: the full tensor).
+// Index of the source, index of the destination, axes (nullopt: the full tensor).
 using ItemParts = std::tuple<int, int, std::optional<std::vector<AxisNumbers>>>;
 
 // The class of batch plans in Python.
@@ -88,15 +88,18 @@ void define_plan_of_batch(py::module_& m) {
                              "Bytes sent by the rank that sends most.")
       .def_property_readonly("sent_bytes_bound", value_of(&Certificate::sent_bytes_bound),
                              "A lower bound on `sent_bytes_max` if only ranks that hold the data send it.")
-      .def_property_readonly("sent_bound_is_exact",
-                             [](const BatchPlanView& v) { return v.certificate.sent_bound_is_exact; })
-      .def_property_readonly("num_rounds", value_of(&Certificate::rounds))
-      .def_property_readonly("rounds_bound", value_of(&Certificate::rounds_bound))
+      .def_property_readonly(
+          "sent_bound_is_exact", [](const BatchPlanView& v) { return v.certificate.sent_bound_is_exact; },
+          "True if some way of sending reaches `sent_bytes_bound`; False if that is not known.")
+      .def_property_readonly("num_rounds", value_of(&Certificate::rounds), "Number of rounds of messages.")
+      .def_property_readonly("rounds_bound", value_of(&Certificate::rounds_bound),
+                             "A lower bound on the number of rounds with the requested `bucket_bytes`.")
       .def_property_readonly("messages_max", value_of(&Certificate::messages_max),
                              "Messages received by the rank that receives most.")
-      .def_property_readonly("messages_sum", value_of(&Certificate::messages_sum))
-      .def_property_readonly("messages_are_exact",
-                             [](const BatchPlanView& v) { return v.certificate.messages_are_exact; })
+      .def_property_readonly("messages_sum", value_of(&Certificate::messages_sum), "Messages received by all ranks.")
+      .def_property_readonly(
+          "messages_are_exact", [](const BatchPlanView& v) { return v.certificate.messages_are_exact; },
+          "True if `messages_max` and `messages_sum` are exact; if not, they are upper bounds.")
       .def_property_readonly("reductions", value_of(&Certificate::reductions),
                              "Number of sources with pending reductions, which are reduced before anything is sent.")
       .def_property_readonly("reduction_bytes_sum", value_of(&Certificate::reduction_bytes_sum),
@@ -124,7 +127,9 @@ void define_batch(py::module_& m) {
       m, "Batch",
       "Tensors that are moved together.\n\n`sources` and `destinations` are layouts. An item is (index of a source, "
       "index of a destination, axes). An axis is (source dim, destination dim, first index in the source, first index "
-      "in the destination, length), with -1 for an absent dim. Axes of None mean the full tensor.")
+      "in the destination, length), with -1 for an absent dim. Axes of None mean the full tensor. `bucket_bytes` and "
+      "`buckets` are the maximum size of a rank's buckets, and the maximum number of them. `first_sender` is the "
+      "sender group (csrc/batch/item_family.h) that is tried first.")
       .def(py::init(&batch_of), py::arg("sources"), py::arg("destinations"), py::arg("items"),
            py::arg("bucket_bytes") = Batch::kDefaultBucketBytes, py::arg("buckets") = Batch::kDefaultBuckets,
            py::arg("first_sender") = 0)

@@ -41,9 +41,10 @@ void define_batch_forecast(py::module_& m) {
       },
       py::arg("batch_bytes"), py::arg("topology"),
       "Predicts the traffic and times of a batch, in bytes and picoseconds.\n\nReturns (destinations, links, total "
-      "time, time of reductions). A destination is (bytes received by all ranks, bytes received by the worst rank, "
-      "bytes copied locally, first round, last round, time), with rounds of -1 if nothing is sent. A link is (sender, "
-      "receiver, bytes, upper bound on messages, time). The total time includes the reductions of sources.");
+      "time, time of reductions). A destination is (bytes received by all ranks, bytes received by the rank that "
+      "receives most, bytes copied locally, first round, last round, time), with rounds of -1 if nothing is sent. A "
+      "link is (sender, receiver, bytes, upper bound on messages, time). The total time includes the reductions of "
+      "sources.");
 }
 
 }  // namespace shardwright

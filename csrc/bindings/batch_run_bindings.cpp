@@ -33,11 +33,10 @@ void define_batch_runs(py::module_& m) {
            "Waits until no source is read any more, so that the sources may change.")
       .def("wait_for_destination", &BatchHandle::wait_for_destination, py::arg("destination"), release_gil(),
            "Waits until this rank's part of a destination, given by its index, is complete.")
-      .def(
-          "wait_for_destination_and_sends", &BatchHandle::wait_for_destination_and_sends, py::arg("destination"),
-          release_gil(),
-          "Waits until this rank's part of a destination is complete, and this rank has sent its elements of the other "
-          "parts.")
+      .def("wait_for_destination_and_sends", &BatchHandle::wait_for_destination_and_sends, py::arg("destination"),
+           release_gil(),
+           "Waits until this rank's part of a destination is complete, and this rank has sent all elements that it "
+           "sends to the destination's parts on other ranks.")
       .def("wait", &BatchHandle::wait, release_gil(), "Waits for the end of the batch.")
       .def("is_done", &BatchHandle::is_done, "Returns True once the batch has ended; does not wait.")
       .def_property_readonly(

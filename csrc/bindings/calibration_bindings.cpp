@@ -44,7 +44,8 @@ void define_calibration(py::module_& m) {
         return std::make_tuple(fits.inside, fits.between, fits.mesh_dims);
       },
       py::arg("inside"), py::arg("between"), py::arg("mesh_dims"), py::arg("crossing"),
-      "Returns the fitted link within nodes, the one between nodes, and those of mesh dims by name.\n\n`inside`, "
+      "Returns (link within nodes, link between nodes, links of mesh dims by name), fitted to "
+      "measurements.\n\n`inside`, "
       "`between` and the values of `mesh_dims` are measured all-to-alls, as (number of peers, bytes sent, seconds). "
       "`crossing` names the mesh dims along which ranks are on different nodes.");
 }

@@ -36,7 +36,7 @@ struct ExecutableView {
   const Program& program() const { return executable->program(); }
 };
 
-// Mesh dims and ranks of each group.
+// For each group, its mesh dims and ranks.
 using GroupMembers = std::vector<std::pair<std::vector<int>, std::vector<int64_t>>>;
 
 // Returns the mesh dims and ranks of each group that a program needs.
@@ -53,7 +53,8 @@ ExecutableView bind(const CompiledView& view, const std::vector<std::string>& na
   return {std::make_shared<const Executable>(view.compiled, groups)};
 }
 
-// Kind of step, reduction, mesh dims, ranks of this rank's group, size of a group, gather dim, shard dim.
+// The fields of Communication, with the ranks of this rank's group after the mesh dims: kind of step, reduction, mesh
+// dims, ranks, size of a group, gather dim, shard dim.
 using CommunicationParts =
     std::tuple<std::string, std::string, std::vector<int>, std::vector<int64_t>, int64_t, int64_t, int64_t>;
 
@@ -137,10 +138,9 @@ void define_groups_and_memory(py::module_& m) {
       "Makes `tensor` and all its views use the memory of `arena` from `offset_bytes` on. The previous content is not "
       "copied. Raises ValueError unless `tensor` is contiguous and fits into `arena`, a flat uint8 tensor on its "
       "device.");
-  m.def(
-      "release_memory", &release_memory, py::arg("tensor"), py::arg("when_read"),
-      "Takes the memory from `tensor`. An operator that reads the tensor or a view of it before the next `view_arena` "
-      "raises RuntimeError with the message `when_read`.");
+  m.def("release_memory", &release_memory, py::arg("tensor"), py::arg("when_read"),
+        "Drops the memory of `tensor`. An operator that reads the tensor or a view of it before the next `view_arena` "
+        "raises RuntimeError with the message `when_read`.");
   m.def("fingerprint_of", &fingerprint_of, py::arg("tensor"), py::call_guard<py::gil_scoped_release>(),
         "Returns a hash of a tensor's content, of all bytes on CPU, else of three sums. Waits for the device.");
 }
@@ -206,8 +206,8 @@ void define_runs(py::class_<ExecutableView>& executable) {
             run_into(v.executable, input, out);
           },
           py::arg("input"), py::arg("out"), release_gil(),
-          "Like `run`, but writes to `out`, which must be contiguous and not share memory with `input`, except in a "
-          "gather in place.")
+          "Like `run`, but writes to `out`, which must be contiguous and not share memory with `input`. One exception: "
+          "in a one-step gather of a 1-D tensor, `input` may be the part of `out` with the same elements.")
       .def("check_out", &check_out_for, py::arg("input"), py::arg("out"),
            "Raises the error that `run_into` would raise for `out`.")
       .def(

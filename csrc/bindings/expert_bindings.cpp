@@ -28,6 +28,7 @@ PerToken<T> per_token(const at::Tensor& tensor) {
   return {tensor.const_data_ptr<T>(), tensor.size(0), tensor.size(1)};
 }
 
+// Returns a view of the elements of a contiguous tensor in host memory.
 template <typename T>
 std::span<const T> span_of(const at::Tensor& tensor) {
   return {tensor.const_data_ptr<T>(), static_cast<size_t>(tensor.numel())};
@@ -46,7 +47,7 @@ at::Tensor longs_of(const std::vector<int64_t>& values) {
   return tensor_of(values, {static_cast<int64_t>(values.size())}, at::kLong);
 }
 
-// send_rows, rows_of_token, rows for each rank, codes for each rank.
+// The fields of RowRoutes: send_rows, rows_of_token, row_counts, pair_counts.
 using Routes = std::tuple<at::Tensor, at::Tensor, std::vector<int64_t>, std::vector<int64_t>>;
 
 // Calls route_rows for a tensor of codes [tokens, per token].
@@ -108,10 +109,11 @@ void define_index_arithmetic(py::module_& m) {
       },
       py::arg("codes"), py::arg("num_replicas"), ReleaseGil(),
       "Returns the number of codes for each replica, as int64.");
-  m.def("drop_beyond_capacity", &drop_codes_beyond_capacity, py::arg("codes"), py::arg("taken"), py::arg("capacity"),
-        ReleaseGil(),
-        "Limits the number of tokens of each replica to `capacity`; a replica has ``taken[replica]`` tokens already. "
-        "Returns (codes, number of dropped codes). Dropped codes, those of further tokens, are 0.");
+  m.def(
+      "drop_beyond_capacity", &drop_codes_beyond_capacity, py::arg("codes"), py::arg("taken"), py::arg("capacity"),
+      ReleaseGil(),
+      "Limits the number of tokens of each replica to `capacity`, of which it has ``taken[replica]`` already. Returns "
+      "(codes, number of dropped codes). The codes of further tokens are dropped: they become 0.");
   m.def(
       "route_rows", &routes_of, py::arg("codes"), py::arg("target_of_replica"), py::arg("num_ranks"), ReleaseGil(),
       "Returns (send_rows, rows_of_token, number of rows for each rank, number of codes for each rank). The first two "
@@ -174,7 +176,7 @@ void define_rows(py::module_& m) {
           "-1.")
       .def_property_readonly("num_rows", &RowExchange::num_rows, "Number of rows of the parts that `send` takes.")
       .def_property_readonly("num_received", &RowExchange::num_received,
-                             "Number of rows that this rank receives, from itself included.")
+                             "Number of rows that this rank receives, including the rows from itself.")
       .def_property_readonly("num_sent_to_others", &RowExchange::num_sent_to_others)
       .def_property_readonly("num_received_from_others", &RowExchange::num_received_from_others)
       .def("send", &RowExchange::send, py::arg("step"), py::arg("parts"), ReleaseGil(),

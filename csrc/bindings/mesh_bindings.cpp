@@ -128,7 +128,7 @@ void define_gradient_layouts(py::module_& m) {
 
 namespace {
 
-// Returns a layout. Checks the arguments.
+// The constructor of Layout in Python. Throws UserError for invalid arguments.
 std::shared_ptr<Layout> make_layout(std::shared_ptr<Mesh> mesh, const Typed<std::vector<int64_t>>& shape,
                                     const Typed<std::vector<std::string>>& placements, const Typed<std::string>& dtype,
                                     const ShardOrder& shard_order, const Typed<std::string>& strided, int flattened) {
@@ -138,7 +138,7 @@ std::shared_ptr<Layout> make_layout(std::shared_ptr<Mesh> mesh, const Typed<std:
                                   std::move(parsed), shard_order, parse_strided(text(strided, "strided")), flattened);
 }
 
-// True for every complex dtype, including complex32, which cannot be reduced.
+// True for every complex dtype. Includes complex32, whose kind is not DTypeKind::kComplex because it cannot be reduced.
 bool is_complex(DType dtype) {
   return dtype == DType::kComplex32 || dtype == DType::kComplex64 || dtype == DType::kComplex128;
 }
@@ -199,9 +199,10 @@ void define_parts(LayoutClass& layout) {
 
 // Defines functions on layouts and dtypes.
 void define_layout_functions(py::module_& m) {
-  m.def("nearest_cut", &nearest_cut_on, py::arg("src"), py::arg("ranks"),
-        "Returns (tensor dim, [begin, end) intervals of each rank): a sharding of one dim over `ranks`, with at most "
-        "ceil(n / ranks) of its n rows on each, for which the fewest elements leave their rank.");
+  m.def(
+      "nearest_cut", &nearest_cut_on, py::arg("src"), py::arg("ranks"),
+      "Returns the sharding of one tensor dim over `ranks` for which the fewest elements leave their rank, as (tensor "
+      "dim, [begin, end) intervals of each rank). Each rank gets at most ceil(n / number of ranks) of the n indices.");
   define_gradient_layouts(m);
   m.def(
       "is_floating", [](const std::string& dtype) { return DType::parse(dtype).kind() == DTypeKind::kFloat; },

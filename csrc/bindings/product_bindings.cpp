@@ -16,11 +16,11 @@ namespace py = pybind11;
 namespace shardwright {
 namespace {
 
-// A number of chunks, or for a ring the distances of each chunk that is sent.
+// A number of chunks, or for a ring the distances of each chunk that is sent (Schedule::distances).
 using Chunks = std::variant<int64_t, std::vector<std::vector<int64_t>>>;
 
-// Returns a schedule with a number of chunks or, for a ring, the distances of each chunk that is sent. One more chunk,
-// of the rank's own part, is not sent.
+// Returns a schedule. If `chunks` has distances, the number of chunks is one more: the chunk with the rank's own part
+// is not sent.
 Schedule schedule_of(const std::string& method, const Chunks& chunks, int64_t depth, int64_t sms_left) {
   Schedule schedule{parse_method(method)};
   if (const auto* count = std::get_if<int64_t>(&chunks)) {
@@ -51,7 +51,8 @@ void define_schedule(py::module_& m) {
 
 Args:
     method: ``"serial"``, ``"ring"``, ``"collective"`` or ``"flags"``.
-    chunks: the number of chunks, or for a ring the distances of each chunk.
+    chunks: the number of chunks, or for a ring, for each chunk that is sent, its distances: how many ranks away on the
+        ring its parts are.
     depth: the maximum number of transfers under way during a product.
     sms_left: multiprocessors that products leave to transfers under way.
 
@@ -81,7 +82,7 @@ std::optional<int64_t> depth_of(const py::object& value) {
   return depth;
 }
 
-// True for scales by row; the dtype of the result; the plan of the moved operand's scales.
+// The fields of Scaling: true for scales by row, dtype of the result, plan of the moved operand's scales.
 using ScalingParts = std::tuple<bool, std::string, std::optional<PlanView>>;
 
 // Returns the scaling of 8-bit operands; nothing for None.

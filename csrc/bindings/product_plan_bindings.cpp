@@ -22,7 +22,7 @@ namespace {
 
 using ProductPlanPtr = std::shared_ptr<const ProductPlan>;
 
-// A number of chunks, or for a ring the distances of each chunk that is sent.
+// A number of chunks, or for a ring the distances of each chunk that is sent (Schedule::distances).
 using Chunks = std::variant<int64_t, std::vector<std::vector<int64_t>>>;
 
 // None, one integer or a list.
@@ -54,13 +54,13 @@ ProductPlanPtr make_product_plan(ProductProblem problem) {
   return std::make_shared<const ProductPlan>(std::move(problem), plan_cache());
 }
 
-// Returns the layouts of gradients. Throws UserError for products with scales, which have none.
+// Returns the layouts of gradients. Throws UserError for products with scales, which have no gradients.
 const GradientLayouts& gradients_of(const ProductPlanPtr& plan) {
-  check_user(plan->layouts().gradients.has_value(), "product must be one without scales to have gradients, got scales");
+  check_user(plan->layouts().gradients.has_value(), "scales must be empty for a product with gradients, got scales");
   return *plan->layouts().gradients;
 }
 
-// True if, for operand, moved operand, weights, results and biases, all ranks hold parts of one size.
+// True if for each tensor (operand, moved operand, weights, results, biases) all ranks hold parts of one size.
 bool has_equal_parts(const ProductPlan& plan) {
   const ProductProblem& problem = plan.problem();
   bool all = problem.operand.has_equal_parts() && plan.layouts().operand.has_equal_parts();

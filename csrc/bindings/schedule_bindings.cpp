@@ -257,8 +257,8 @@ void define_values(py::class_<StepSchedule>& schedule) {
             }
             return all;
           },
-          "For each activation: (start, trigger). Its gather starts in use `start`, when the turn of the activation "
-          "`trigger` begins. With a `trigger` of -1, the gather starts before the use.")
+          "For each activation: (start, trigger). Its gather starts in use `start`, when the activation `trigger` is "
+          "first needed. With a `trigger` of -1, the gather starts before the use.")
       .def_property_readonly(
           "peak_bytes", &StepSchedule::peak_bytes,
           "Size of the arena, plus the maximum of the bytes of gradients and activations that exist at once, plus "
@@ -307,7 +307,7 @@ Args:
     activations: activations of which parts are kept, in the order in which they are needed, each (name, kept_bytes,
         bytes, gather_ps, saved, first, last, until): bytes of the kept part and of the gathered activation; picoseconds
         of a gather, or 0; the use that saves it, the first and the last use that need it, and the activation in whose
-        turn it is needed last.
+        turn it is needed last. An activation's turn lasts from its first need to the first need of the next one.
 
 Raises:
     ValueError: the budget is too small (the message names one that suffices), or the arguments are invalid.)");

@@ -113,8 +113,8 @@ void define_views(py::module_& m) {
                           move_first_text(layout, sizes, *none, first));
       },
       py::arg("layout"), py::arg("shape"), py::arg("for_dtensor"), py::arg("backend"), py::arg("tables"),
-      "Returns (cheapest redistribute before a view, the view's layout after it, message with the reason), or None if "
-      "the view moves nothing without it.");
+      "Returns (cheapest redistribute before a view, layout of the view after the redistribute, message with the "
+      "reason), or None if the view needs no redistribute.");
   m.def("is_known_to_dtensor", &is_known_to_dtensor, py::arg("layout"),
         "Returns True if DTensor's placements can express the layout.");
 }

@@ -336,8 +336,8 @@ class Layout:
         equally."""
 
 def nearest_cut(src: Layout, ranks: Sequence[int]) -> tuple[int, list[list[tuple[int, int]]]]:
-    """Returns (tensor dim, [begin, end) intervals of each rank): a sharding of one dim over `ranks`, with at most
-    ceil(n / ranks) of its n rows on each, for which the fewest elements leave their rank."""
+    """Returns the sharding of one tensor dim over `ranks` for which the fewest elements leave their rank, as (tensor
+    dim, [begin, end) intervals of each rank). Each rank gets at most ceil(n / number of ranks) of the n indices."""
 
 def has_gradient(layout: Layout) -> bool:
     """Returns True if all pending reductions of a layout can be differentiated."""
@@ -653,8 +653,8 @@ def view_of(layout: Layout, shape: Sequence[int], for_dtensor: bool = False) -> 
 def move_before_view(
     layout: Layout, shape: Sequence[int], for_dtensor: bool, backend: str, tables: PlanningTables
 ) -> tuple[Plan, Layout, str] | None:
-    """Returns (cheapest redistribute before a view, the view's layout after it, message with the reason), or None if
-    the view moves nothing without it."""
+    """Returns (cheapest redistribute before a view, layout of the view after the redistribute, message with the
+    reason), or None if the view needs no redistribute."""
 
 def is_known_to_dtensor(layout: Layout) -> bool:
     """Returns True if DTensor's placements can express the layout."""
@@ -664,7 +664,9 @@ class Batch:
 
     `sources` and `destinations` are layouts. An item is (index of a source, index of a destination, axes). An axis is
     (source dim, destination dim, first index in the source, first index in the destination, length), with -1 for an
-    absent dim. Axes of None mean the full tensor.
+    absent dim. Axes of None mean the full tensor. `bucket_bytes` and `buckets` are the maximum size of a rank's
+    buckets, and the maximum number of them. `first_sender` is the sender group (csrc/batch/item_family.h) that is tried
+    first.
     """
 
     def __init__(
@@ -726,19 +728,29 @@ class BatchPlan:
         """A lower bound on `sent_bytes_max` if only ranks that hold the data send it."""
 
     @property
-    def sent_bound_is_exact(self) -> bool: ...
+    def sent_bound_is_exact(self) -> bool:
+        """True if some way of sending reaches `sent_bytes_bound`; False if that is not known."""
+
     @property
-    def num_rounds(self) -> int: ...
+    def num_rounds(self) -> int:
+        """Number of rounds of messages."""
+
     @property
-    def rounds_bound(self) -> int: ...
+    def rounds_bound(self) -> int:
+        """A lower bound on the number of rounds with the requested `bucket_bytes`."""
+
     @property
     def messages_max(self) -> int:
         """Messages received by the rank that receives most."""
 
     @property
-    def messages_sum(self) -> int: ...
+    def messages_sum(self) -> int:
+        """Messages received by all ranks."""
+
     @property
-    def messages_are_exact(self) -> bool: ...
+    def messages_are_exact(self) -> bool:
+        """True if `messages_max` and `messages_sum` are exact; if not, they are upper bounds."""
+
     @property
     def reductions(self) -> int:
         """Number of sources with pending reductions, which are reduced before anything is sent."""
@@ -775,7 +787,8 @@ class Schedule:
 
     Args:
         method: ``"serial"``, ``"ring"``, ``"collective"`` or ``"flags"``.
-        chunks: the number of chunks, or for a ring the distances of each chunk.
+        chunks: the number of chunks, or for a ring, for each chunk that is sent, its distances: how many ranks away on
+            the ring its parts are.
         depth: the maximum number of transfers under way during a product.
         sms_left: multiprocessors that products leave to transfers under way.
 
@@ -1147,16 +1160,18 @@ class Attention:
 
         Args:
             mesh: a mesh of one dim.
+            dtype: of queries, keys, values and results.
             sizes: batch, heads, heads of keys and values, depth, and depth of values.
-            parts: by position, the [begin, end) intervals of the sequence on that rank, in local order.
-            key_parts: the same for keys and values, or None if they are equal.
+            parts: by position on the mesh, the [begin, end) intervals of the queries' sequence on that rank, in local
+                order.
+            key_parts: the same for the sequence of keys and values, or None in self-attention.
             keys_are_whole: True if every rank has all keys and values already.
             window: a query at i sees the keys j with ``|i - j| < window``; None for all keys.
-            documents: the lengths of consecutive documents, whose tokens do not see each other; empty for one document.
+            documents: the lengths of consecutive documents; tokens see only their own document. Empty for one document.
             mask: dtype and shape of this rank's mask tensor, or None.
             scale: factor of the scores.
-            chunks: number of chunks of equal length into which the sequence is divided; 0: blocks are the intervals
-                that ranks hold.
+            chunks: number of chunks of equal length at whose ends the intervals are cut into blocks; 0: none.
+            lowering: of the transport that sends keys, values and results.
 
         Raises:
             ValueError: the arguments contradict each other.
@@ -1176,13 +1191,13 @@ class Attention:
     @property
     def lowering(self) -> Lowering: ...
     def rows(self, rank: int) -> int:
-        """Returns the number of query positions that a rank holds."""
+        """Returns the number of rows of queries that a rank holds."""
 
     def key_rows(self, rank: int) -> int:
-        """Returns the number of key positions that a rank holds."""
+        """Returns the number of rows of keys that a rank holds."""
 
     def with_default_mask(self) -> Attention:
-        """Returns this attention without the dtype and shape of the mask tensor, in which ranks may differ."""
+        """Returns this attention without the dtype and shape of the mask tensor, which may differ between ranks."""
 
     def counts(self, rank: int) -> tuple[int, int, int, int]:
         """Returns, for one rank, the numbers of block products that are full, triangular and other, and the number of
@@ -1204,7 +1219,8 @@ class Attention:
         self, topology: Topology | None, model: GemmModel, with_backward: bool = True
     ) -> list[tuple[str, int, int, int, int, int]]:
         """Returns for each method: name; picoseconds of the forward, of the backward, and of the forward's compute
-        alone; bytes that the worst rank receives, and allocates at its peak."""
+        alone; bytes received by the rank that receives most, and the most bytes that a rank allocates at once, both in
+        the forward."""
 
     def describe(self, topology: Topology | None, model: GemmModel) -> str:
         """Returns a text with the sizes, the block products of each rank, and the predictions."""
@@ -1258,7 +1274,8 @@ class StepSchedule:
             activations: activations of which parts are kept, in the order in which they are needed, each (name,
                 kept_bytes, bytes, gather_ps, saved, first, last, until): bytes of the kept part and of the gathered
                 activation; picoseconds of a gather, or 0; the use that saves it, the first and the last use that need
-                it, and the activation in whose turn it is needed last.
+                it, and the activation in whose turn it is needed last. An activation's turn lasts from its first need
+                to the first need of the next one.
 
         Raises:
             ValueError: the budget is too small (the message names one that suffices), or the arguments are invalid.
@@ -1341,8 +1358,8 @@ class StepSchedule:
 
     @property
     def activation_gathers(self) -> list[tuple[int, int]]:
-        """For each activation: (start, trigger). Its gather starts in use `start`, when the turn of the activation
-        `trigger` begins. With a `trigger` of -1, the gather starts before the use."""
+        """For each activation: (start, trigger). Its gather starts in use `start`, when the activation `trigger` is
+        first needed. With a `trigger` of -1, the gather starts before the use."""
 
     @property
     def peak_bytes(self) -> int:
@@ -1390,7 +1407,7 @@ def fit_links(
     mesh_dims: Mapping[str, Sequence[tuple[int, int, float]]],
     crossing: Set[str],
 ) -> tuple[LinkFit, LinkFit, dict[str, LinkFit]]:
-    """Returns the fitted link within nodes, the one between nodes, and those of mesh dims by name.
+    """Returns (link within nodes, link between nodes, links of mesh dims by name), fitted to measurements.
 
     `inside`, `between` and the values of `mesh_dims` are measured all-to-alls, as (number of peers, bytes sent,
     seconds). `crossing` names the mesh dims along which ranks are on different nodes.
@@ -1402,7 +1419,7 @@ def forecast_batch(
     """Predicts the traffic and times of a batch, in bytes and picoseconds.
 
     Returns (destinations, links, total time, time of reductions). A destination is (bytes received by all ranks, bytes
-    received by the worst rank, bytes copied locally, first round, last round, time), with rounds of -1 if nothing is
-    sent. A link is (sender, receiver, bytes, upper bound on messages, time). The total time includes the reductions of
-    sources.
+    received by the rank that receives most, bytes copied locally, first round, last round, time), with rounds of -1 if
+    nothing is sent. A link is (sender, receiver, bytes, upper bound on messages, time). The total time includes the
+    reductions of sources.
     """

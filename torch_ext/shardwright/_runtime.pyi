@@ -27,7 +27,7 @@ def view_arena(tensor: torch.Tensor, arena: torch.Tensor, offset_bytes: int) -> 
     copied. Raises ValueError unless `tensor` is contiguous and fits into `arena`, a flat uint8 tensor on its device."""
 
 def release_memory(tensor: torch.Tensor, when_read: str) -> None:
-    """Takes the memory from `tensor`. An operator that reads the tensor or a view of it before the next `view_arena`
+    """Drops the memory of `tensor`. An operator that reads the tensor or a view of it before the next `view_arena`
     raises RuntimeError with the message `when_read`."""
 
 def fingerprint_of(tensor: torch.Tensor) -> int:
@@ -88,8 +88,8 @@ class Executable:
         Raises ValueError for an input of another shape or element size, and DistBackendError if a transfer fails."""
 
     def run_into(self, input: torch.Tensor, out: torch.Tensor) -> None:
-        """Like `run`, but writes to `out`, which must be contiguous and not share memory with `input`, except in a
-        gather in place."""
+        """Like `run`, but writes to `out`, which must be contiguous and not share memory with `input`. One exception:
+        in a one-step gather of a 1-D tensor, `input` may be the part of `out` with the same elements."""
 
     def check_out(self, input: torch.Tensor, out: torch.Tensor) -> None:
         """Raises the error that `run_into` would raise for `out`."""
@@ -233,8 +233,8 @@ def count_by_replica(codes: torch.Tensor, num_replicas: int) -> torch.Tensor:
     """Returns the number of codes for each replica, as int64."""
 
 def drop_beyond_capacity(codes: torch.Tensor, taken: torch.Tensor, capacity: int) -> tuple[torch.Tensor, int]:
-    """Limits the number of tokens of each replica to `capacity`; a replica has ``taken[replica]`` tokens already.
-    Returns (codes, number of dropped codes). Dropped codes, those of further tokens, are 0."""
+    """Limits the number of tokens of each replica to `capacity`, of which it has ``taken[replica]`` already. Returns
+    (codes, number of dropped codes). The codes of further tokens are dropped: they become 0."""
 
 def route_rows(
     codes: torch.Tensor, target_of_replica: Sequence[int], num_ranks: int
@@ -289,7 +289,7 @@ class RowExchange:
 
     @property
     def num_received(self) -> int:
-        """Number of rows that this rank receives, from itself included."""
+        """Number of rows that this rank receives, including the rows from itself."""
 
     @property
     def num_sent_to_others(self) -> int: ...
@@ -335,8 +335,8 @@ class BatchHandle:
         """Waits until this rank's part of a destination, given by its index, is complete."""
 
     def wait_for_destination_and_sends(self, destination: int) -> None:
-        """Waits until this rank's part of a destination is complete, and this rank has sent its elements of the other
-        parts."""
+        """Waits until this rank's part of a destination is complete, and this rank has sent all elements that it sends
+        to the destination's parts on other ranks."""
 
     def wait(self) -> None:
         """Waits for the end of the batch."""
