@@ -56,6 +56,7 @@ void check_whole_keys(const Attention& attention) {
              method_name(attention.method), "'");
 }
 
+// Throws UserError unless dtype, shape and method support the mask tensor, which the attention must have.
 void check_mask_tensor(const Attention& attention) {
   const MaskTensor& mask = *attention.mask_tensor;
   check_user(mask.dtype == DType::kBool || mask.dtype == DType::kFloat32 || mask.dtype == attention.dtype,
@@ -72,6 +73,7 @@ void check_mask_tensor(const Attention& attention) {
              method_name(attention.method), "'");
 }
 
+// Throws UserError for an invalid window or documents. `total` and `total_keys` are the lengths of the sequences.
 void check_mask(const AttentionMask& mask, int64_t total, int64_t total_keys) {
   check_user(mask.documents.empty() || total == total_keys,
              "documents must be left out if q and k have sequences of different lengths (", total, " and ", total_keys,

@@ -62,6 +62,7 @@ struct MaskTensor {
   std::vector<int64_t> shape() const { return {batch, heads, rows, columns}; }
 };
 
+// One attention over a sharded sequence, with the method that computes it.
 struct Attention {
   MeshPtr mesh;                   // of one mesh dim: the ranks that share the sequence
   DType dtype = DType::kFloat32;  // of queries, keys, values and results; a floating-point dtype

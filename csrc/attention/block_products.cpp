@@ -32,7 +32,7 @@ std::vector<Cut> cuts_of(const Attention& attention, int64_t total) {
   return cuts;
 }
 
-// Returns the blocks of all ranks, by ascending tokens.
+// Returns the blocks of all ranks, by ascending tokens: each run of each part, cut at the cuts.
 std::vector<SequenceBlock> blocks_of(const std::vector<IntervalList>& parts, const std::vector<Cut>& cuts) {
   std::vector<SequenceBlock> blocks;
   for (size_t owner = 0; owner < parts.size(); ++owner) {

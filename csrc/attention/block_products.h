@@ -16,6 +16,7 @@
 
 namespace shardwright {
 
+// One block: consecutive tokens that are consecutive rows of their owner's local tensors.
 struct SequenceBlock {
   Interval tokens;
   int64_t owner = 0;     // position of the rank that holds the block

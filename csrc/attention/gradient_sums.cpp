@@ -22,6 +22,7 @@ std::vector<int64_t> depths_of(const Attention& attention, HeadKind kind) {
   return {attention.depth, attention.value_depth};
 }
 
+// Returns the blocks of queries or of keys.
 const SequenceBlocks& blocks_of(const AttentionWriter& writer, HeadKind kind) {
   return kind == HeadKind::kQueries ? writer.products.queries() : writer.products.keys();
 }

@@ -68,6 +68,7 @@ class GradientSums {
   void add_received(const ReturnedSums::Sum& sum);
 
  private:
+  // The state of the gradient of one block.
   struct Block {
     explicit Block(const std::vector<bool>& contributes) : tree(contributes) {}
 

@@ -18,6 +18,7 @@ class HeadExchange {
   const HeadShare& share(int64_t position) const { return shares_[position]; }
   const HeadShare& own_share() const { return shares_[writer_.me]; }
 
+  // A tensor to gather.
   struct Tensor {
     HeadsTensor local;  // this rank's rows of all heads
     HeadKind kind = HeadKind::kQueries;

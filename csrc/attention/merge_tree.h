@@ -17,6 +17,7 @@
 
 namespace shardwright {
 
+// A node of the tree over all blocks. {0, b} is block b.
 struct TreeNode {
   int level = 0;
   int index = 0;  // within the level; the node joins the 2^level blocks from index * 2^level on

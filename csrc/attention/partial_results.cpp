@@ -43,9 +43,9 @@ AttendSizes PartialResults::sizes(int queries) const {
 }
 
 BufferId PartialResults::new_partial(int queries) {
-  const int64_t outputs = out_in(kMissingBuffer, queries).count();
-  const int64_t sums = lse_in(kMissingBuffer, queries).count();
-  return writer_.builder.new_buffer(outputs + sums, writer_.attention.sum_dtype());
+  const int64_t out_elements = out_in(kMissingBuffer, queries).count();
+  const int64_t lse_elements = lse_in(kMissingBuffer, queries).count();
+  return writer_.builder.new_buffer(out_elements + lse_elements, writer_.attention.sum_dtype());
 }
 
 bool PartialResults::attend(int queries, const Heads& q, int keys, const Heads& k, const Heads& v,
@@ -91,7 +91,7 @@ void PartialResults::store(int queries, int64_t row, const HeadsTensor& out, con
   const auto found = complete_.find(queries);
   check_invariant(found != complete_.end(), "the result of block ", queries, " is incomplete");
   HeadsTensor from = out_in(found->second, queries);
-  const HeadsTensor sums = lse_in(found->second, queries);
+  const HeadsTensor lse_from = lse_in(found->second, queries);
   if (!(writer_.attention.sum_dtype() == writer_.attention.dtype)) {
     HeadsTensor rounded = from;
     rounded.buffer = builder.new_buffer(from.count());
@@ -102,8 +102,8 @@ void PartialResults::store(int queries, int64_t row, const HeadsTensor& out, con
   append_box(boxes, from, {}, out, {first_head, row}, from.heads, from.rows);
   builder.copy(from.buffer, out.buffer, std::move(boxes));
   boxes.clear();
-  append_box(boxes, sums, {}, lse, {first_head, row}, sums.heads, sums.rows);
-  builder.copy(sums.buffer, lse.buffer, std::move(boxes));
+  append_box(boxes, lse_from, {}, lse, {first_head, row}, lse_from.heads, lse_from.rows);
+  builder.copy(lse_from.buffer, lse.buffer, std::move(boxes));
   complete_.erase(found);
 }
 

@@ -28,6 +28,7 @@ struct BatchItem {
   IndexMap map;         // the elements to copy, and their indices in the destination
 };
 
+// The tensors and items to move, and the limits on memory.
 struct Batch {
   static constexpr int64_t kDefaultBucketBytes = int64_t{64} << 20;
   static constexpr int64_t kDefaultBuckets = 3;

@@ -10,6 +10,7 @@
 
 namespace shardwright {
 
+// The forecast of one run of a batch.
 struct BatchForecast {
   // The traffic of all items with one destination.
   struct OfDestination {

@@ -30,6 +30,7 @@
 
 namespace shardwright {
 
+// Immutable.
 class BatchPlan {
  public:
   // Plans the batch. Throws UserError as Batch::check and Scheduler::add do.

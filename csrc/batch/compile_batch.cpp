@@ -72,6 +72,7 @@ struct Round {
 // A list of copies. Copies with equal buffers and dtypes are merged into one instruction.
 class Copies {
  public:
+  // Adds a copy, or its boxes to an earlier copy with equal buffers and dtypes.
   void add(Copy copy) {
     const auto dtype_id = [](const std::optional<DType>& dtype) { return dtype ? static_cast<int>(dtype->id()) : -1; };
     const auto [found, is_new] =
@@ -83,10 +84,12 @@ class Copies {
     }
   }
 
+  // Returns the copies and leaves the list empty.
   std::vector<Copy> take() { return std::move(copies_); }
 
  private:
   std::vector<Copy> copies_;
+  // By source buffer, destination buffer and ids of both dtypes (-1: the buffer's): index into copies_.
   std::map<std::tuple<int, int, int, int>, size_t> known_;
 };
 
@@ -187,7 +190,7 @@ class BatchCompiler {
   // Writes all instructions, in the order given in the header.
   void write_instructions() {
     const size_t in_flight = buckets_.size();
-    std::vector<const std::pair<const int, Round>*> rounds;
+    std::vector<const std::pair<const int, Round>*> rounds;  // number in the plan, and round
     for (const auto& round : rounds_) rounds.push_back(&round);
     std::vector<Ticket> tickets(rounds.size(), kNoTicket);
     const auto start = [&](size_t i) {

@@ -17,6 +17,7 @@ namespace py = pybind11;
 namespace shardwright {
 namespace {
 
+// Models by (device type, dtype).
 using GemmModels = std::map<std::pair<std::string, std::string>, GemmModel>;
 
 // Returns the pinned plans of the tables.

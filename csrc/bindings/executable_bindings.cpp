@@ -145,6 +145,7 @@ void define_groups_and_memory(py::module_& m) {
         "Returns a hash of a tensor's content, of all bytes on CPU, else of three sums. Waits for the device.");
 }
 
+// Throws the error that run_into would throw for `out`.
 void check_out_for(const ExecutableView& v, const at::Tensor& input, const at::Tensor& out) {
   check_out(v.executable, input, out);
 }

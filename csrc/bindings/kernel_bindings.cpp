@@ -21,6 +21,7 @@ namespace {
 
 // Defines StridedCopy and reduce_parts.
 void define_copies_and_sums(py::module_& m) {
+  // The fields of Box: src_offset, dst_offset, sizes, src_strides, dst_strides.
   using BoxParts = std::tuple<int64_t, int64_t, std::vector<int64_t>, std::vector<int64_t>, std::vector<int64_t>>;
   py::class_<StridedCopy>(
       m, "StridedCopy",

@@ -143,8 +143,8 @@ using MatmulClass = py::class_<MatmulView>;
 
 // Defines the functions that make a Matmul.
 void define_making(MatmulClass& matmul) {
-  using Product = std::tuple<std::string, Layout, bool>;
-  using Term = std::tuple<std::string, Layout, Layout>;
+  using Product = std::tuple<std::string, Layout, bool>;  // axes, layout of the other operand, true if there is a bias
+  using Term = std::tuple<std::string, Layout, Layout>;   // axes, layouts of both operands
   matmul
       .def_static(
           "gather",

@@ -118,6 +118,7 @@ Bias bias_of_mask(const at::Tensor& mask, const at::TensorOptions& options) {
   return {bias, rows_without_keys};
 }
 
+// True for float16 and bfloat16.
 bool is_half(const at::Tensor& tensor) {
   return tensor.scalar_type() == at::kHalf || tensor.scalar_type() == at::kBFloat16;
 }
@@ -301,6 +302,7 @@ struct Rows {
         lse(buffers[partial.lse.buffer].data_ptr<T>() + partial.lse.offset),
         partial(partial) {}
 
+  // Return the addresses of the output and of the lse of a row, given by batch, head and row.
   T* out_at(int64_t b, int64_t h, int64_t row) const {
     return out + b * partial.out.batch_stride + h * partial.out.head_stride + row * partial.out.row_stride;
   }

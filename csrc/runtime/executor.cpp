@@ -25,7 +25,8 @@ class ExecutionWork : public c10d::Work {
       : execution_(std::move(execution)), output_(output.getIntrusivePtr()) {}
   ~ExecutionWork() override {
     if (!was_waited_for_ && execution_->failed()) {
-      TORCH_WARN("shardwright: an asynchronous redistribute that nobody waited for has failed");
+      TORCH_WARN("shardwright: an asynchronous redistribute has failed, and nobody waited for its result. ",
+                 "A wait for the result raises the error");
     }
   }
 

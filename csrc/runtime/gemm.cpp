@@ -85,7 +85,7 @@ void check_scaled_dtypes(const at::Tensor& lhs, const at::Tensor& rhs, const at:
                     "lhs and rhs must be Float8_e4m3fn or Float8_e5m2, got ", lhs.scalar_type(), " and ",
                     rhs.scalar_type());
   const bool both_are_e5m2 = lhs.scalar_type() == at::kFloat8_e5m2 && rhs.scalar_type() == at::kFloat8_e5m2;
-  TORCH_CHECK_VALUE(!both_are_e5m2, "lhs and rhs must not both be Float8_e5m2, got two of them");
+  TORCH_CHECK_VALUE(!both_are_e5m2, "lhs and rhs must not both be Float8_e5m2, got Float8_e5m2 for both");
   TORCH_CHECK_VALUE(dst.scalar_type() == at::kBFloat16 || dst.scalar_type() == at::kFloat,
                     "dst must be BFloat16 or Float, got ", dst.scalar_type());
   TORCH_CHECK_VALUE(lhs_scale.scalar_type() == at::kFloat && rhs_scale.scalar_type() == at::kFloat,

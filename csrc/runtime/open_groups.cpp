@@ -33,8 +33,8 @@ void check_no_open_group(c10::Device device) {
   const OpenGroupsQuery query = queries().at(static_cast<size_t>(device.type()));
   TORCH_CHECK(query == nullptr || query() == 0,
               "shardwright: this thread has an open NCCL group, for example a block of ",
-              "torch.distributed._coalescing_manager. Its transfers start when the group ends. Call shardwright ",
-              "outside of the block");
+              "torch.distributed._coalescing_manager. NCCL starts the transfers of an open group only when the group ",
+              "ends. Call shardwright outside of the block");
 }
 
 bool register_open_groups_query(c10::DeviceType device, OpenGroupsQuery query) {

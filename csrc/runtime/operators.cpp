@@ -92,8 +92,8 @@ void redistribute_out(const at::Tensor& input, const std::string& plan, const st
   if (!out.is_inference()) out.unsafeGetTensorImpl()->bump_version();
 }
 
-// The transfers that were started and not waited for, by number. A graph passes the number as the value of a tensor,
-// the handle, so that a compiler may clone or copy the handle.
+// The redistributes that were started and not waited for, by number. A *handle* is a tensor whose value is the number,
+// so a compiler may clone or copy it.
 class StartedTransfers {
  public:
   struct Transfer {
@@ -113,8 +113,10 @@ class StartedTransfers {
   Transfer take(int64_t number) {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto found = transfers_.find(number);
-    TORCH_CHECK_VALUE(found != transfers_.end(), "handle must be of a redistribute under way, got number ", number,
-                      "; wait for each handle once, in the process that started it");
+    TORCH_CHECK_VALUE(
+        found != transfers_.end(), "handle must be of a redistribute under way, got number ", number,
+        ", which this process has not started or has waited for. Wait for each handle once, in the process "
+        "that started it");
     Transfer transfer = std::move(found->second);
     transfers_.erase(found);
     return transfer;

@@ -19,6 +19,7 @@ class BoundedCache {
  public:
   explicit BoundedCache(size_t capacity) : capacity_(capacity) {}
 
+  // The numbers of hits and misses since the last reset, and of entries now.
   struct Counts {
     int64_t hits = 0;
     int64_t misses = 0;

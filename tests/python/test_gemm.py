@@ -185,7 +185,11 @@ def _operands(dtypes: tuple[torch.dtype, ...] = (E4M3, E5M2, torch.bfloat16)) ->
 @pytest.mark.parametrize(
     ("dtypes", "scale", "said"),
     [
-        ((E5M2, E5M2, torch.bfloat16), torch.float32, "lhs and rhs must not both be Float8_e5m2, got two of them"),
+        (
+            (E5M2, E5M2, torch.bfloat16),
+            torch.float32,
+            "lhs and rhs must not both be Float8_e5m2, got Float8_e5m2 for both",
+        ),
         ((E4M3, torch.bfloat16, torch.bfloat16), torch.float32, "lhs and rhs must be .*, got .* and BFloat16"),
         ((E4M3, E4M3, torch.float16), torch.float32, "dst must be BFloat16 or Float, got Half"),
         ((E4M3, E4M3, torch.float32), torch.float64, "lhs_scale and rhs_scale must be Float, got Double and Double"),

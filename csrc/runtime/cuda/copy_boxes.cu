@@ -46,12 +46,14 @@ constexpr int kMaxInlineBoxes = kHasLargeArguments ? kInlineBoxes[std::size(kInl
 static_assert(sizeof(InlineTable<kInlineBoxesEverywhere>) <= 4000);
 static_assert(sizeof(InlineTable<kInlineBoxes[std::size(kInlineBoxes) - 1]>) <= 32700);
 
+// The kernel for boxes in its argument.
 template <typename Word, int kBoxes>
 __global__ void __launch_bounds__(kCopyThreads)
     copy_inline(const __grid_constant__ InlineTable<kBoxes> table, int64_t num_boxes, const Word* src, Word* dst) {
   copy_inline_words(blockIdx.x, static_cast<int>(threadIdx.x), table, num_boxes, src, dst);
 }
 
+// The kernel for boxes in a table in memory.
 template <typename Word>
 __global__ void __launch_bounds__(kCopyThreads) copy_by_table(const BoxTable table, const Word* src, Word* dst) {
   copy_table_words(blockIdx.x, static_cast<int>(threadIdx.x), table, src, dst);

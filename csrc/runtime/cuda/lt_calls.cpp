@@ -57,14 +57,14 @@ LayoutDesc describe(const Layout& layout, const Problem& problem) {
 // Sets the scale mode of both operands, which cuBLAS 12.9 introduced. Before, there was only one scale per tensor. If
 // the version at run time is older than 12.9, cuBLASLt returns "invalid value".
 #if CUBLAS_VERSION >= 120900
-void set_kind_of_scales(const MatmulDesc& desc, const Problem& problem) {
+void set_scale_mode(const MatmulDesc& desc, const Problem& problem) {
   const int32_t kind = problem.scales == Scales::kByRow ? CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F
                                                         : CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F;
   set<int32_t>(desc, CUBLASLT_MATMUL_DESC_A_SCALE_MODE, kind, problem);
   set<int32_t>(desc, CUBLASLT_MATMUL_DESC_B_SCALE_MODE, kind, problem);
 }
 #else
-void set_kind_of_scales(const MatmulDesc&, const Problem&) {}
+void set_scale_mode(const MatmulDesc&, const Problem&) {}
 #endif
 
 // Returns cuBLASLt's descriptor of a product, which contains the addresses of bias and scales.
@@ -81,7 +81,7 @@ MatmulDesc describe(const Problem& problem, const Pointers& pointers) {
     set<const void*>(desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, pointers.bias, problem);
   }
   if (problem.scales != Scales::kNone) {
-    set_kind_of_scales(desc, problem);
+    set_scale_mode(desc, problem);
     if (problem.fast_accumulation) set<int8_t>(desc, CUBLASLT_MATMUL_DESC_FAST_ACCUM, 1, problem);
     set<const void*>(desc, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, pointers.a_scale, problem);
     set<const void*>(desc, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, pointers.b_scale, problem);
@@ -139,6 +139,7 @@ class AlgorithmCache {
     return std::make_optional(found->second);  // std::optional(...) of an optional is that optional
   }
 
+  // Sets the entry of a problem.
   void put(const Problem& problem, std::optional<Algorithm> algorithm) {
     constexpr size_t kMaxAlgorithms = 4096;
     const std::lock_guard<std::mutex> lock(mutex_);
