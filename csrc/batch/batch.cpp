@@ -45,7 +45,7 @@ IndexMap map_of(const std::vector<int64_t>& encoding) {
 
 void Batch::check() const {
   check_argument(buckets >= 1, "buckets", "at least 1", buckets);
-  check_argument(first_sender >= 0, "first_sender", "at least 0", first_sender);
+  check_argument(first_sender_group >= 0, "first_sender_group", "at least 0", first_sender_group);
   for (size_t i = 0; i < destinations.size(); ++i) {
     check_user(destinations[i].partial_dims().empty(), "destination ", i,
                " must be a layout without pending reductions, got ", destinations[i]);
@@ -119,7 +119,7 @@ std::string Batch::to_bytes() const {
   Writer out(kKind);
   out.integer(bucket_bytes);
   out.integer(buckets);
-  out.integer(first_sender);
+  out.integer(first_sender_group);
   out.list(written_meshes, [&](const Mesh* mesh) { write(out, *mesh); });
   out.list(written, [&](const auto& mesh_and_layout) {
     out.integer(mesh_and_layout.first);
@@ -137,7 +137,7 @@ Batch Batch::from_bytes(std::string_view bytes) {
   Batch batch;
   batch.bucket_bytes = in.integer();
   batch.buckets = in.integer();
-  batch.first_sender = in.integer();
+  batch.first_sender_group = in.integer();
   const std::vector<MeshPtr> meshes = in.list([&] { return read_mesh(in); });
   const std::vector<Layout> layouts =
       in.list([&] { return read_layout(in, meshes.at(in.integer(0, static_cast<int64_t>(meshes.size()) - 1))); });
@@ -188,7 +188,7 @@ std::vector<uint64_t> Batch::digests() const {
     add(mesh->second);
     add(std::move(out).finish());
   };
-  add(concat(bucket_bytes, ",", buckets, ",", first_sender, ",", sources.size(), ",", destinations.size()));
+  add(concat(bucket_bytes, ",", buckets, ",", first_sender_group, ",", sources.size(), ",", destinations.size()));
   std::vector<uint64_t> digests{digest};
   for (const BatchItem& item : items) {
     add(concat(item.source, ",", item.destination, ",", item.map.to_string()));

@@ -41,11 +41,11 @@ struct Batch {
   // The sender group (item_family.h) that is tried first, modulo the number of groups. Has no effect on items that do
   // not alternate between sender groups. A caller that cuts a transfer into batches gives each batch another value, so
   // that the batches load different senders.
-  int64_t first_sender = 0;
+  int64_t first_sender_group = 0;
 
   // Throws UserError, which names the argument or the item's index, on a destination with pending reductions, a map
   // that exceeds a shape, a source or destination index out of range, bucket_bytes below one element, buckets below 1,
-  // or first_sender below 0.
+  // or first_sender_group below 0.
   void check() const;
 
   // Returns the ranks of all meshes, ascending.

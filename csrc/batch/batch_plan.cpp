@@ -87,7 +87,7 @@ void BatchPlan::find_kinds() {
   LayoutNumbers layouts;
   std::map<std::vector<int64_t>, int> maps;
   std::map<std::tuple<int, int, int>, Family> families;
-  SenderBalance sender_groups(batch_.first_sender);
+  SenderBalance sender_groups(batch_.first_sender_group);
   for (size_t i = 0; i < batch_.items.size(); ++i) {
     const BatchItem& item = batch_.items[i];
     const Layout& src = batch_.sources[item.source];

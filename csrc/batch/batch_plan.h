@@ -8,7 +8,7 @@
 //              locally. The candidate senders of a part, the ranks that hold it, share its elements evenly. If a share
 //              would be smaller than ItemFamily::kLeastShareBytes, one candidate sends a whole message instead, and the
 //              items alternate between first senders (item_family.h): each item gets the first sender with the fewest
-//              bytes so far; ties go to the first one from Batch::first_sender on. Sources on one mesh that are
+//              bytes so far; ties go to the first one from Batch::first_sender_group on. Sources on one mesh that are
 //              replicated over the same mesh dims are balanced together, over all kinds.
 //   rounds     schedule.h assigns the items to rounds.
 //   programs   compile_batch.h makes the instructions of one rank, proportional to its own messages.

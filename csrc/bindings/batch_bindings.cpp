@@ -35,11 +35,12 @@ struct BatchPlanView {
 // The constructor of batches in Python. Throws UserError for invalid arguments.
 Batch batch_of(const std::vector<std::shared_ptr<Layout>>& sources,
                const std::vector<std::shared_ptr<Layout>>& destinations, const std::vector<ItemParts>& items,
-               const Typed<int64_t>& bucket_bytes, const Typed<int64_t>& buckets, const Typed<int64_t>& first_sender) {
+               const Typed<int64_t>& bucket_bytes, const Typed<int64_t>& buckets,
+               const Typed<int64_t>& first_sender_group) {
   Batch batch;
   batch.bucket_bytes = integer(bucket_bytes, "bucket_bytes");
   batch.buckets = integer(buckets, "buckets");
-  batch.first_sender = integer(first_sender, "first_sender");
+  batch.first_sender_group = integer(first_sender_group, "first_sender_group");
   for (const auto& layout : sources) batch.sources.push_back(*layout);
   for (const auto& layout : destinations) batch.destinations.push_back(*layout);
   for (const auto& [source, destination, axes] : items) {
@@ -128,11 +129,11 @@ void define_batch(py::module_& m) {
       "Tensors that are moved together.\n\n`sources` and `destinations` are layouts. An item is (index of a source, "
       "index of a destination, axes). An axis is (source dim, destination dim, first index in the source, first index "
       "in the destination, length), with -1 for an absent dim. Axes of None mean the full tensor. `bucket_bytes` and "
-      "`buckets` are the maximum size of a rank's buckets, and the maximum number of them. `first_sender` is the "
+      "`buckets` are the maximum size of a rank's buckets, and the maximum number of them. `first_sender_group` is the "
       "sender group (csrc/batch/item_family.h) that is tried first.")
       .def(py::init(&batch_of), py::arg("sources"), py::arg("destinations"), py::arg("items"),
            py::arg("bucket_bytes") = Batch::kDefaultBucketBytes, py::arg("buckets") = Batch::kDefaultBuckets,
-           py::arg("first_sender") = 0)
+           py::arg("first_sender_group") = 0)
       .def_property_readonly("num_items", [](const Batch& batch) { return batch.items.size(); })
       .def("digests", &Batch::digests, py::call_guard<py::gil_scoped_release>(),
            "Returns a digest of the settings, then a digest for each item, which covers the settings and all items up "

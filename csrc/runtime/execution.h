@@ -30,7 +30,6 @@
 
 namespace shardwright {
 
-// Thread-safe from the first instruction on; the functions that must be called before it are not.
 class Execution {
  public:
   // `tensors` are the program's inputs, then its destinations. The current stream becomes the home stream. On devices

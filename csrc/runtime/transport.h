@@ -69,8 +69,8 @@ class Transport {
   // messages of this method, so other uses of the group do not interfere. Ranks without messages need not call it.
   virtual std::vector<WorkPtr> send_receive(std::vector<Message>& sends, std::vector<Message>& receives) = 0;
 
-  // The next three functions are for an all-gather in two halves, `offer` and `fetch`, which a product needs that waits
-  // for flags (Offer and Fetch in program/instructions.h). Few transports support it.
+  // The next three functions are for products that wait for flags: an all-gather in two halves, `offer` and `fetch`
+  // (Offer and Fetch in program/instructions.h). Few transports support it.
   //
   // Returns the reason why this transport does not support `offer` and `fetch` on a device for parts of this many
   // bytes, or nullopt if it does. Call them only if it does, and start no other transfer between them.

@@ -596,7 +596,7 @@ TEST(Batch, ReplicasAlternateAcrossItemsAndBatches) {
   std::map<int64_t, int64_t> sent;
   for (int64_t sender = 0; sender < 8; ++sender) {
     Batch one = whole_tensors({{layout_of(from, {1000}, "R"), layout_of(to, {1000}, "Owned(0,0)")}});
-    one.first_sender = sender;
+    one.first_sender_group = sender;
     const BatchPlan plan(Batch::from_bytes(one.to_bytes()));
     for (int64_t r = 0; r < 8; ++r) {
       for (const Instruction& instruction : compile_batch(plan, Rank{r}, 16, {{{1}}, {{1}}}).instructions) {

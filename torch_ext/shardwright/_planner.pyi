@@ -665,8 +665,8 @@ class Batch:
     `sources` and `destinations` are layouts. An item is (index of a source, index of a destination, axes). An axis is
     (source dim, destination dim, first index in the source, first index in the destination, length), with -1 for an
     absent dim. Axes of None mean the full tensor. `bucket_bytes` and `buckets` are the maximum size of a rank's
-    buckets, and the maximum number of them. `first_sender` is the sender group (csrc/batch/item_family.h) that is tried
-    first.
+    buckets, and the maximum number of them. `first_sender_group` is the sender group (csrc/batch/item_family.h) that is
+    tried first.
     """
 
     def __init__(
@@ -676,7 +676,7 @@ class Batch:
         items: Sequence[tuple[int, int, Sequence[tuple[int, int, int, int, int]] | None]],
         bucket_bytes: int = 67108864,
         buckets: int = 3,
-        first_sender: int = 0,
+        first_sender_group: int = 0,
     ) -> None: ...
     @property
     def num_items(self) -> int: ...

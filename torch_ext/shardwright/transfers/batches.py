@@ -58,7 +58,7 @@ class BoundBatch:
         bucket_bytes: int,
         buckets: int,
         group: dist.ProcessGroup | None,
-        first_sender: int = 0,
+        first_sender_group: int = 0,
     ) -> None:
         begin, end = (
             bisect.bisect_left(setup.items, edge, key=lambda item: item.destination)
@@ -78,7 +78,7 @@ class BoundBatch:
                 [(batch_index_of[item.source], item.destination - destinations.start, item.axes) for item in items],
                 bucket_bytes,
                 buckets,
-                first_sender,
+                first_sender_group,
             )
             self._executable = executables.bind_batch(self.batch, setup.device.type, group) if items else None
         except ValueError as error:  # a bucket is too small

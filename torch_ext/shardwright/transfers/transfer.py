@@ -390,10 +390,10 @@ class Transfer:
         tensor = self._setup.tensors.destination.given.get(name)
         return local if tensor is None or tensor.value is None else tensor.value
 
-    def _bind_batch(self, destinations: range, buckets: int, first_sender: int = 0) -> BoundBatch:
-        """Returns the batch that fills these destinations. Sender group `first_sender` is tried first."""
+    def _bind_batch(self, destinations: range, buckets: int, first_sender_group: int = 0) -> BoundBatch:
+        """Returns the batch that fills these destinations. `first_sender_group` is tried first."""
         return BoundBatch(
-            self._setup, destinations, self._options.bucket_bytes, buckets, self._group.get(), first_sender
+            self._setup, destinations, self._options.bucket_bytes, buckets, self._group.get(), first_sender_group
         )
 
     def _complete(self, run: _Run) -> Exception | None:
