@@ -142,8 +142,10 @@ class KeyExchange {
 
   size_t num_groups() const { return groups_.size(); }
   const std::vector<int64_t>& distances(size_t group) const { return groups_[group]; }
-  // Starts the transfer of a group. The received data is kept until the transfer of the group after next starts.
+  // Emits the start of a group's transfer, after copies of the rows to send if a rank does not need all rows. The
+  // received data is kept until the transfer of the group after next starts.
   void start(size_t group);
+  // Emits the wait for a group's transfer.
   void wait(size_t group) { writer_.builder.wait(tickets_[group]); }
   // Returns the data received from the rank that is `distance` behind. Its group must have been started.
   const KeyValues& received(int64_t distance) const { return received_.at(distance); }
