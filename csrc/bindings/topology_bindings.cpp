@@ -51,7 +51,7 @@ void define_lowering(py::module_& m) {
           "default_topology", [](const Lowering& lowering) { return Topology::named(lowering.default_topology); },
           "The topology for plans without another one.")
       .def_property_readonly(
-          "default_products", [](const Lowering& lowering) { return default_products(lowering); },
+          "default_gemm_model", [](const Lowering& lowering) { return default_gemm_model(lowering); },
           "The model of products for plans without another one.")
       .def_readonly("is_on_device", &Lowering::is_on_device,
                     "True if transfers read and write device memory; otherwise they use host memory.")

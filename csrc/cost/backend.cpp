@@ -11,7 +11,7 @@ const Lowering& lowering_of_device(std::string_view device_type) {
   return device_type == "cpu" ? Lowering::kGloo : Lowering::kNccl;
 }
 
-GemmModel default_products(const Lowering& lowering) {
+GemmModel default_gemm_model(const Lowering& lowering) {
   return GemmModel::named(lowering.is_on_device ? "h100" : "cpu");
 }
 

@@ -19,6 +19,6 @@ const Lowering& lowering_of_backend(std::string_view backend, std::string_view d
 const Lowering& lowering_of_device(std::string_view device_type);
 
 // Returns the default GEMM model for plans with this lowering: "h100" if transfers use device memory, else "cpu".
-GemmModel default_products(const Lowering& lowering);
+GemmModel default_gemm_model(const Lowering& lowering);
 
 }  // namespace shardwright

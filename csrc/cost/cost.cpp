@@ -26,9 +26,9 @@ void raise_to(StepCounts& maxima, const Traffic& traffic) {
   maxima.sent_messages = std::max(maxima.sent_messages, traffic.sent_messages);
 }
 
-int64_t predicted_picoseconds(bool local, const StepCounts& counts, const Link& link, const Topology& topology) {
+int64_t predicted_picoseconds(bool is_local, const StepCounts& counts, const Link& link, const Topology& topology) {
   const int64_t copies = picoseconds_for(counts.touched_bytes, topology.memory_ps_per_kib);
-  if (local) return copies;
+  if (is_local) return copies;
   int64_t wire = picoseconds_for(std::max(counts.received_bytes, counts.sent_bytes), link.ps_per_kib);
   if (counts.by_link) {
     wire = std::min(wire, saturating_sum(picoseconds_for(counts.by_link->inside, topology.inside.ps_per_kib),

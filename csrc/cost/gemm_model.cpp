@@ -54,7 +54,7 @@ void GemmModel::check() const {
 
 int64_t GemmModel::picoseconds(int64_t m, int64_t n, int64_t k, int64_t count, int64_t item_bytes) const {
   if (m == 0 || n == 0 || count == 0) return 0;
-  // The time of one tile and the number of tiles, by number of halvings.
+  // By number of halvings: the time of one tile, and the number of tiles of all products.
   std::array<__int128, kMaxHalvings + 1> tile_ps;
   std::array<int64_t, kMaxHalvings + 1> tiles;
   int64_t rows = tile_rows;

@@ -11,7 +11,7 @@
 namespace shardwright {
 namespace {
 
-constexpr double kOwnLinkGain = 0.25;  // reduction of the mean relative error that justifies a mesh dim's own link
+constexpr double kOwnLinkGain = 0.25;  // a mesh dim gets its own costs if they reduce LinkFit::error by more than this
 
 constexpr int kPasses = 20;  // number of passes of the fit
 // Each pass weights a point by 1 / max(its relative error in the pass before, kMinWeightedError).
@@ -52,8 +52,9 @@ double median(std::vector<double> values) {
   return values.size() % 2 == 1 ? values[middle] : (values[middle - 1] + values[middle]) / 2;
 }
 
-// Returns the cost of a byte: for each number of peers, the difference quotient of the two largest sizes; then the
-// median. Returns 0 if that is negative, or if no number of peers has two sizes.
+// Returns the cost of a byte: the median, over the numbers of peers, of the difference in seconds between the two
+// largest sizes, divided by their difference in bytes. Returns 0 if the median is negative, or if no number of peers
+// has two sizes.
 double seconds_per_byte(const std::vector<LinkPoint>& points) {
   std::map<int64_t, std::vector<std::pair<int64_t, double>>> by_peers;
   for (const LinkPoint& p : points) by_peers[p.peers].emplace_back(p.sent_bytes, p.seconds);
@@ -102,7 +103,9 @@ std::optional<Parameters> least_squares(const std::vector<Equation>& equations, 
   return parameters;
 }
 
-// Returns the best solution without negative parameters. Tries every non-empty set of free parameters, at most seven.
+// Returns the least-squares solution without negative parameters; parameters that are not in `is_free` are 0. Solves
+// for each non-empty set of free parameters (at most seven), and takes the solution with the smallest weighted sum of
+// squares.
 Parameters non_negative_least_squares(const std::vector<Equation>& equations,
                                       const std::array<bool, kNumParameters>& is_free) {
   Parameters best{};

@@ -54,10 +54,11 @@ struct LinkFits {
   std::map<std::string, LinkFit> mesh_dims;
 };
 
-// Fits all links of a job. `between` is empty on one node, and `inside` is empty if nodes have one rank; a link without
-// points gets the costs of the other. `crossing` names the mesh dims along which ranks are on different nodes. The step
-// cost of `inside` is used for all links. A mesh dim gets its own link only if the link within or between nodes fits
-// its points much worse, so that noise does not change plans.
+// Fits all links of a job. `between` has no points if all ranks are on one node, and `inside` has none if nodes have
+// one rank each; the link without points gets the costs of the other link. `crossing` names the mesh dims along which
+// ranks are on different nodes. All links have the step cost of `inside`. A mesh dim gets its own costs only if the
+// costs of the common link (`between` for crossing mesh dims, else `inside`) fit its points much worse, so that noise
+// does not change plans.
 LinkFits fit_links(const std::vector<LinkPoint>& inside, const std::vector<LinkPoint>& between,
                    const std::map<std::string, std::vector<LinkPoint>>& mesh_dims,
                    const std::set<std::string>& crossing);

@@ -1,5 +1,5 @@
 // A Lowering determines how the moves of a plan are carried out. It lists the capabilities of the transport behind a
-// process group, and the sizes at which another way is faster.
+// process group, and the sizes in bytes above which another kind of transfer is faster.
 //
 // Code tests capabilities, never names, so another transport is just another value here. The lowering is part of every
 // plan, so all ranks compile the same instructions.
@@ -12,13 +12,14 @@
 
 namespace shardwright {
 
-// Gathers of parts up to this size are an all-to-all that sends every peer its own copy. Gloo's all-to-all has a
-// several times lower latency than its single messages; above this size, the copies cost more than that saves.
+// Largest part in bytes that Gloo gathers by an all-to-all, which sends every peer its own copy of the part. Gloo's
+// all-to-all has a several times lower latency than its single messages. For larger parts, making the copies takes
+// longer than the lower latency saves.
 constexpr int64_t kMaxCopiedGatherBytes = int64_t{1} << 20;
 
-// Exchanges of at least this many bytes per peer are sent as messages whose receives are posted first. In Gloo's
-// all-to-all, a rank announces that it is ready to receive only behind its own data in the same socket. So if a message
-// does not fit into the socket's buffers, a link carries data in one direction at a time.
+// Exchanges over Gloo with at least this many bytes per peer are sent as messages whose receives are posted first, not
+// as an all-to-all. In Gloo's all-to-all, a rank writes its announcement that it can receive to the socket after its
+// own data. So if a message does not fit into the socket's buffers, the link carries data in one direction at a time.
 constexpr int64_t kMinMessageBytes = int64_t{1} << 18;
 
 struct Lowering {
@@ -32,11 +33,11 @@ struct Lowering {
   bool gathers = true;
   // True: transfers use device memory and the device's streams. False: the host carries them out, in host memory.
   bool is_on_device = true;
-  // A sparse exchange may run in one process group per connected component, so that a rank waits only for the ranks of
-  // its own component.
+  // True: an exchange in which not all pairs of ranks send each other data runs in one process group per connected
+  // component (exchange/mesh_exchange.h), so that a rank waits only for the ranks of its own component.
   bool narrows_groups = false;
-  // Parts of up to this many bytes are gathered by an all-to-all of copies, larger parts by messages. Between two ranks
-  // an all-to-all is always used, because nothing is copied twice. 0: always messages.
+  // Parts of up to this many bytes are gathered by an all-to-all of copies, larger parts by messages. Two ranks always
+  // use an all-to-all, because each makes only one copy. 0: always messages.
   int64_t copied_gather_bytes = 0;
   // Exchanges of at least this many bytes per peer are sent as messages, smaller exchanges as an all-to-all. 0: always
   // an all-to-all.

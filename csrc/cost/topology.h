@@ -18,12 +18,12 @@ namespace shardwright {
 
 // The costs of one rank's transfers over a link.
 struct Link {
-  int64_t message_ps = 0;  // per message: the larger of the numbers received and sent
-  int64_t ps_per_kib = 0;  // per KiB: the larger of the bytes received and sent; includes sharing of a NIC
+  int64_t message_ps = 0;  // per message; the larger of the numbers of messages received and sent counts
+  int64_t ps_per_kib = 0;  // per KiB; the larger of the bytes received and sent counts. Includes sharing of a NIC
   bool operator==(const Link&) const = default;
 };
 
-// Returns the worse latency and the worse bandwidth of the two.
+// Returns a link with the worse latency and the worse bandwidth of the two links.
 Link slower(const Link& a, const Link& b);
 
 struct Topology {
@@ -49,8 +49,8 @@ struct Topology {
   Link slowest_link(const Mesh& mesh, MeshDimSet mesh_dims) const;
   // Returns the link of a group over one mesh dim: its own if it has one, else `between` or `inside`.
   Link link_along(const Mesh& mesh, int mesh_dim) const;
-  // Returns true if a group over these mesh dims uses the link `between`. Ranks of the group that are on one node then
-  // have the link `inside` among themselves.
+  // Returns true if a group over these mesh dims uses the link `between`: none of the mesh dims has its own link, and
+  // one of them crosses nodes. Two ranks of such a group that are on one node use the link `inside`.
   bool is_between_nodes(const Mesh& mesh, MeshDimSet mesh_dims) const;
   // Returns true if some two ranks that differ only in this mesh dim are on different nodes.
   bool crosses_nodes(const Mesh& mesh, int mesh_dim) const;

@@ -17,7 +17,7 @@ std::optional<GemmModel> measured_gemm_model(const PlanningTables& tables, const
 
 GemmModel gemm_model_on(const PlanningTables& tables, const std::string& device_type, const DType& dtype) {
   const std::optional<GemmModel> measured = measured_gemm_model(tables, device_type, dtype);
-  return measured ? *measured : default_products(lowering_of_device(device_type));
+  return measured ? *measured : default_gemm_model(lowering_of_device(device_type));
 }
 
 }  // namespace shardwright

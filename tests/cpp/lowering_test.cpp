@@ -51,7 +51,7 @@ TEST(Lowering, OfOneRankFollowsFromItsDevice) {
 TEST(Lowering, HasDefaultsThatExist) {
   for (const Lowering& lowering : Lowering::all()) {
     EXPECT_EQ(Topology::named(lowering.default_topology).name, lowering.default_topology);
-    EXPECT_EQ(default_products(lowering).name, lowering == Lowering::kGloo ? "cpu" : "h100");
+    EXPECT_EQ(default_gemm_model(lowering).name, lowering == Lowering::kGloo ? "cpu" : "h100");
   }
 }
 

@@ -182,7 +182,7 @@ class Lowering:
         """The topology for plans without another one."""
 
     @property
-    def default_products(self) -> GemmModel:
+    def default_gemm_model(self) -> GemmModel:
         """The model of products for plans without another one."""
 
     @property

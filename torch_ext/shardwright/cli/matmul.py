@@ -51,7 +51,7 @@ def _as_list(placements: str) -> str:
 
 def _make(arguments: argparse.Namespace) -> _planner.ProductPlan:
     """Plans the product as the options say."""
-    default_model = _planner.Lowering.named(arguments.backend).default_products
+    default_model = _planner.Lowering.named(arguments.backend).default_gemm_model
     named = arguments.gemm_model
     layouts = _planner.product_layouts(
         Mesh(parse_mesh(arguments.mesh)),

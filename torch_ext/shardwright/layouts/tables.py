@@ -53,7 +53,7 @@ def measured_gemm_model(device_type: str, dtype: str) -> GemmModel | None:
 
 def default_gemm_model(device_type: str) -> GemmModel:
     """Returns the built-in times of products of a device type."""
-    return Lowering.of_device(device_type).default_products
+    return Lowering.of_device(device_type).default_gemm_model
 
 
 def notes_default() -> bool:
