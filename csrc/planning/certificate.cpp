@@ -17,27 +17,29 @@
 namespace shardwright {
 namespace {
 
-// Returns the number of ranks whose data the worst rank needs, itself included. If parts have no digits, returns a
-// lower bound: the number of largest source parts needed to fill the largest destination part.
-int64_t sources(const Layout& src, const Layout& dst) {
+// Returns the number of ranks whose data the worst rank needs, itself included: the ranks that hold its elements, times
+// the number of contributions to each reduced element. If the cuts have no digits (exchange/digits.h) or the layouts
+// need a crossing or rearrangement, returns a lower bound: the first factor is then the number of largest source parts
+// needed to fill the largest destination part.
+int64_t num_sources(const Layout& src, const Layout& dst) {
   const bool is_one_mesh = src.mesh() == dst.mesh() && !needs_rearrangement(src, dst);
   const MeshDimSet kept = src.mesh() == dst.mesh() ? dst.partial_dims() : MeshDimSet();
   const MeshDimSet reduced = src.partial_dims() - kept;
-  int64_t sources = 1;
+  int64_t holders = 1;
   const auto from_lengths = [&] {
-    // Ranks may hold any share of a value that becomes partial, so nothing must be received.
+    // If a value becomes partial, its ranks may hold any contributions that add up to it, so nothing must be received.
     if (!(dst.partial_dims() - kept).empty() || !(kept - src.partial_dims()).empty()) return;
     const int64_t held_bytes = src.largest_part_bytes();
-    if (held_bytes > 0) sources = (dst.largest_part_bytes() + held_bytes - 1) / held_bytes;
+    if (held_bytes > 0) holders = (dst.largest_part_bytes() + held_bytes - 1) / held_bytes;
   };
   if (is_one_mesh) {
     const SharedElements shared(src, dst);
     if (shared.matchings().empty()) from_lengths();
-    for (const Matching& matching : shared.matchings()) sources *= matching.sources();
+    for (const Matching& matching : shared.matchings()) holders *= matching.sources();
   } else {
     from_lengths();
   }
-  return std::max<int64_t>(sources, 1) * src.mesh().group_size(reduced);
+  return std::max<int64_t>(holders, 1) * src.mesh().group_size(reduced);
 }
 
 // Returns Certificate::replicas_are_bitwise_equal.
@@ -50,7 +52,7 @@ bool keeps_replicas_equal(const Plan& plan) {
   return true;
 }
 
-// Returns true if some pending reduction of the source must be carried out.
+// Returns true if the plan must carry out a pending reduction of its source.
 bool reduces(const Plan& plan) {
   const MeshDimSet kept = crosses(plan) ? MeshDimSet() : plan.dst.partial_dims();
   return !(plan.src.partial_dims() - kept).empty();
@@ -148,7 +150,7 @@ Certificate certify(const Plan& plan, const TrafficTotals& traffic, const Bound&
     // On one mesh, each message at most doubles the number of ranks whose data the receiver has, because all ranks of
     // a step receive at the same time. Between meshes some ranks may receive first and others later, so a chain of
     // ranks needs only one message each.
-    const auto needed = static_cast<uint64_t>(sources(plan.src, plan.dst));
+    const auto needed = static_cast<uint64_t>(num_sources(plan.src, plan.dst));
     certificate.least_messages = crosses(plan) ? 1 : std::max<int64_t>(std::bit_width(needed - 1), 1);
   }
   certificate.least_peak_bytes = plan.steps.empty() ? 0 : plan.dst.largest_part_bytes();

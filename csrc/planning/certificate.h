@@ -24,11 +24,12 @@ struct Certificate {
   bool replicas_are_bitwise_equal = true;
 
   Bound received;                // lower bounds on received bytes
-  int64_t least_sent_bytes = 0;  // by the worst rank: an even share of all bytes that must be sent
-  int64_t least_messages = 0;    // each message at most doubles the number of ranks whose data a rank has
-  int64_t least_steps = 0;       // steps that communicate
-  int64_t least_peak_bytes = 0;  // the size of the destination; 0 if it is the source itself
-  int64_t least_ps = 0;          // with the plan's topology
+  int64_t least_sent_bytes = 0;  // of the worst rank: an even share of all bytes that must be sent
+  // Received by the worst rank. Each message at most doubles the number of ranks whose data a rank has.
+  int64_t least_messages = 0;
+  int64_t least_steps = 0;       // steps that communicate: 1, or 0 if no bytes must be sent
+  int64_t least_peak_bytes = 0;  // of the worst rank: its part of the destination; 0 if the plan has no steps
+  int64_t least_ps = 0;          // lower bound on the time with the plan's topology
 
   // Bounds for plans between two meshes; not set on one mesh. If set, least_sent_bytes is its any_sent_bytes_max.
   std::optional<ExchangeBound> crossing;

@@ -30,16 +30,17 @@ class Pins {
  public:
   // Returns null if no plan is pinned.
   CertifiedPlanPtr find(const Layout& src, const Layout& dst, const Lowering& lowering) const;
-  // Pins this plan for its own layouts and lowering, in place of any plan pinned for them.
+  // Returns these pins and `plan`, which replaces the plan that is pinned for the same layouts and lowering, if any.
   PinsPtr with(CertifiedPlanPtr plan) const;
-  // Throws UserError if nothing is pinned for the layouts and lowering of this plan.
+  // Returns these pins without the one for the layouts and lowering of this plan. Throws UserError if there is none.
   PinsPtr without(const Plan& plan) const;
 
-  // Returns all plans on a mesh with this lowering. The order is the same in every process.
+  // Returns the plans whose source is on this mesh and whose lowering is this one. The order is the same in every
+  // process.
   std::vector<CertifiedPlanPtr> on(const Mesh& mesh, const Lowering& lowering) const;
 
   size_t size() const { return plans_.size(); }
-  // Compares the plans step by step.
+  // Returns true if both have equal plans, compared step by step, for the same layouts and lowerings.
   bool operator==(const Pins& other) const;
   size_t hash() const { return hash_; }
 
@@ -69,8 +70,8 @@ using ContextPtr = std::shared_ptr<const PlanningContext>;
 // Immutable and shared.
 class PlanningContext : public std::enable_shared_from_this<PlanningContext> {
  public:
-  // Options without a topology get the default of their lowering. `pins` may be null. Throws UserError if the memory
-  // limit is negative or Topology::check throws.
+  // Makes a context. Options without a topology get the default of their lowering. `memory_limit` is in bytes. `pins`
+  // may be null. Throws UserError if the memory limit is negative or Topology::check throws.
   static ContextPtr make(PlanOptions options, std::optional<int64_t> memory_limit = std::nullopt,
                          PinsPtr pins = nullptr);
 
@@ -85,7 +86,7 @@ class PlanningContext : public std::enable_shared_from_this<PlanningContext> {
   // options.
   CertifiedPlanPtr pinned(const Layout& src, const Layout& dst) const;
   bool has_pins() const { return pins_ != nullptr; }
-  // Returns this context without pins: everything that a plan found by the search depends on.
+  // Returns this context without pins. Plans that the search finds do not depend on pins, so it is their cache key.
   ContextPtr without_pins() const { return without_pins_ ? without_pins_ : shared_from_this(); }
 
   bool operator==(const PlanningContext& other) const;
@@ -106,7 +107,7 @@ class PlanningContext : public std::enable_shared_from_this<PlanningContext> {
 struct PlanningTables {
   PinsPtr pins;                                                          // null if there are none
   std::map<std::string, Topology, std::less<>> topologies;               // measured, by the name of a lowering
-  std::optional<Topology> environment;                                   // set by the environment variable
+  std::optional<Topology> environment;                                   // of SHARDWRIGHT_TOPOLOGY
   std::map<std::pair<std::string, std::string>, GemmModel> gemm_models;  // measured, by device type and dtype
 
   bool operator==(const PlanningTables& other) const;

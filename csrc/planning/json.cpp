@@ -64,7 +64,7 @@ std::string json(const Layout& layout) {
   for (int t = 0; t < layout.ndim(); ++t) {
     std::vector<std::string> names;
     for (const Cut& c : layout.cuts(t)) names.push_back(quoted(layout.mesh().dim_names()[c.mesh_dim]));
-    // `names` omits mesh dims of size 1 whose place among the others does not matter, so the placements are counted.
+    // Counts placements, not names: cuts() omits mesh dims of size 1 whose position in the shard order does not matter.
     const auto placed =
         std::count_if(layout.placements().begin(), layout.placements().end(),
                       [&](const Placement& placement) { return placement.is_shard_like() && placement.dim == t; });

@@ -16,8 +16,8 @@
 namespace shardwright {
 namespace {
 
-// Returns true if every rank of a gather sends its part without packing. A part of several runs is packed for each
-// receiver.
+// Returns true if every rank of a gather sends its part from the tensor itself. A part that is several runs of the
+// result may be packed, once for each receiver.
 bool gathers_in_place(const Layout& before) {
   return before.has_equal_parts() || std::all_of(before.cuts().begin(), before.cuts().end(), [](const auto& cuts) {
            return std::all_of(cuts.begin(), cuts.end(), [](const Cut& cut) { return cut.rule.makes_runs(); });
@@ -32,16 +32,16 @@ int64_t max_staging_bytes(const Step& step, const Lowering& lowering) {
   const int64_t held_bytes = step.before.largest_part_bytes();
   if (reduces) {
     const Placement& placement = step.before.placements()[step.mesh_dims.to_vector().front()];
-    const int64_t raised = placement.op == ReduceOp::kNorm ? held_bytes : 0;
+    const int64_t power_bytes = placement.op == ReduceOp::kNorm ? held_bytes : 0;  // the contribution's powers
     const int64_t k = step.before.mesh().group_size(step.mesh_dims);
     const int64_t received = k * step.after.largest_part_bytes();
     const bool is_native = reduces_natively(step, lowering);
     if (step.op == StepOp::kAllReduce) {
       // Every rank receives one share per rank; the longest share is rounded up.
       const int64_t item = step.before.dtype().size_bytes();
-      return is_native ? 0 : raised + held_bytes + (held_bytes / item + k - 1) / k * k * item;
+      return is_native ? 0 : power_bytes + held_bytes + (held_bytes / item + k - 1) / k * k * item;
     }
-    return raised + held_bytes + (is_native && step.after.has_equal_parts() ? 0 : received);
+    return power_bytes + held_bytes + (is_native && step.after.has_equal_parts() ? 0 : received);
   }
   const StepCounts wire = step_counts(step, lowering);
   const int64_t own = step.op == StepOp::kAllGather ? held_bytes : 0;
@@ -50,7 +50,7 @@ int64_t max_staging_bytes(const Step& step, const Lowering& lowering) {
 }
 
 // Returns an upper bound on the bytes that the worst rank allocates, from the sizes of the largest parts alone.
-int64_t peak_at_most(const Plan& plan) {
+int64_t peak_upper_bound(const Plan& plan) {
   if (plan.segments.count > 1) return std::numeric_limits<int64_t>::max();
   int64_t peak = 0;
   for (size_t i = 0; i < plan.steps.size(); ++i) {
@@ -61,12 +61,14 @@ int64_t peak_at_most(const Plan& plan) {
   return peak;
 }
 
-// Number of classes of ranks that are examined without a limit; with a limit it is kMaxRanksExamined.
-constexpr int64_t kMaxRanksCounted = 64;
+// Maximum number of classes of ranks that are examined without a limit. With a limit it is kMaxRanksExamined.
+constexpr int64_t kMaxRanksExaminedWithoutLimit = 64;
 
 // Returns the peak memory of the worst rank examined, by step. Examines fewer ranks without a limit.
 std::vector<int64_t> peaks_by_step(const Plan& plan, bool has_limit) {
-  return ProgramMemory(plan).max_peak_bytes_by_step(has_limit ? kMaxRanksExamined : kMaxRanksCounted).bytes;
+  return ProgramMemory(plan)
+      .max_peak_bytes_by_step(has_limit ? kMaxRanksExamined : kMaxRanksExaminedWithoutLimit)
+      .bytes;
 }
 
 // Returns the largest peak, 0 if there are no steps.
@@ -74,13 +76,14 @@ int64_t largest(const std::vector<int64_t>& peaks) {
   return peaks.empty() ? 0 : *std::max_element(peaks.begin(), peaks.end());
 }
 
-// Maximum number of rounds. With more, messages get shorter but little memory is saved.
-constexpr int64_t kMostRounds = 256;
+// Maximum number of rounds that are tried. More rounds shorten messages but save little memory.
+constexpr int64_t kMostRoundsTried = 256;
 
-// Splits steps into as many rounds as the limit requires. Returns the plan and its peak, which is above the limit if no
-// number of rounds suffices. The peak of a step depends only on its own rounds, so all steps are tried at once.
-std::pair<Plan, int64_t> in_rounds(Plan plan, int64_t limit, bool has_limit) {
-  // The number of rounds of a step with the lowest peak so far.
+// Doubles the rounds of each step whose peak is above `limit` bytes until the peak fits or does not fall any more.
+// Returns the plan and its peak in bytes, which is above the limit if no number of rounds suffices. The peak of a step
+// depends only on its own rounds, so each pass tries more rounds for all steps at once.
+std::pair<Plan, int64_t> split_into_rounds(Plan plan, int64_t limit, bool has_limit) {
+  // The lowest peak of a step so far, and its number of rounds.
   struct Best {
     int64_t peak = std::numeric_limits<int64_t>::max();
     int64_t rounds = 1;
@@ -95,8 +98,8 @@ std::pair<Plan, int64_t> in_rounds(Plan plan, int64_t limit, bool has_limit) {
       Step& step = plan.steps[i];
       if (peaks[i] < best[i].peak) best[i] = {peaks[i], step.rounds};
       if (best[i].is_final || best[i].peak <= limit || !can_run_in_rounds(step, plan.lowering)) continue;
-      const int64_t most = std::min(kMostRounds, std::max<int64_t>(step.after.largest_part_elements(), 1));
-      // Two rounds may save nothing, because the result already exists while the second round runs. So more are tried.
+      const int64_t most = std::min(kMostRoundsTried, std::max<int64_t>(step.after.largest_part_elements(), 1));
+      // Two rounds may save nothing, because the result already exists while the second round runs. So four are tried.
       best[i].is_final = step.rounds >= most || (step.rounds > 2 && peaks[i] >= previous[i]);
       step.rounds = best[i].is_final ? best[i].rounds : std::min(2 * step.rounds, most);
       changed = changed || !best[i].is_final;
@@ -110,7 +113,7 @@ std::pair<Plan, int64_t> in_rounds(Plan plan, int64_t limit, bool has_limit) {
 
 // The cost by which plans within the limit are compared.
 struct Ranking {
-  int64_t first;  // picoseconds or received bytes, by the objective
+  int64_t cost;  // picoseconds or received bytes, by the objective
   int64_t steps;
   auto operator<=>(const Ranking&) const = default;
 };
@@ -130,7 +133,7 @@ PeakBytes max_peak_bytes(const Plan& plan) {
 
 int64_t peak_bytes(const Plan& plan) { return max_peak_bytes(plan).bytes; }
 
-// First makes the plan without a limit. If it needs too much memory, tries other plans in rounds (see below).
+// First makes the plan without a limit. If it needs too much memory, splits several candidate plans into rounds.
 Plan make_plan_within(const Layout& src, const Layout& dst, const PlanOptions& options,
                       std::optional<int64_t> memory_limit) {
   check_argument(!memory_limit || *memory_limit >= 0, "memory_limit", "at least 0 bytes", memory_limit.value_or(0));
@@ -139,16 +142,16 @@ Plan make_plan_within(const Layout& src, const Layout& dst, const PlanOptions& o
       dst.largest_part_bytes() + std::max(src.largest_part_bytes(), dst.largest_part_bytes()) + kStagingBytes;
   const int64_t limit = memory_limit.value_or(default_limit);
   const bool has_limit = memory_limit.has_value();
-  if (peak_at_most(fastest) <= limit || largest(peaks_by_step(fastest, has_limit)) <= limit) return fastest;
+  if (peak_upper_bound(fastest) <= limit || largest(peaks_by_step(fastest, has_limit)) <= limit) return fastest;
 
   // The candidates are the plan for the given objective, the plan with the fewest bytes (usually one move), and for
   // each of these, two plans with smaller intermediate layouts.
   std::vector<Plan> candidates;
   const int64_t item = src.dtype().size_bytes();
-  const int64_t larger = std::max(src.largest_part_bytes(), dst.largest_part_bytes()) / item;
-  const int64_t smaller = std::min(src.largest_part_bytes(), dst.largest_part_bytes()) / item;
+  const int64_t larger_part = std::max(src.largest_part_bytes(), dst.largest_part_bytes()) / item;  // in elements
+  const int64_t smaller_part = std::min(src.largest_part_bytes(), dst.largest_part_bytes()) / item;
   for (const Objective objective : {options.objective, Objective::kBytes}) {
-    for (const int64_t max_held : {int64_t{0}, larger, smaller}) {
+    for (const int64_t max_held : {int64_t{0}, larger_part, smaller_part}) {
       PlanOptions candidate_options = options;
       candidate_options.objective = objective;
       candidate_options.max_held = max_held;
@@ -159,14 +162,14 @@ Plan make_plan_within(const Layout& src, const Layout& dst, const PlanOptions& o
         const bool is_new = std::none_of(candidates.begin(), candidates.end(),
                                          [&](const Plan& known) { return to_bytes(known) == to_bytes(candidate); });
         if (is_new) candidates.push_back(std::move(candidate));
-      } catch (const UserError&) {  // the allowed groups only lead through larger layouts
+      } catch (const UserError&) {  // with the allowed groups, every plan needs larger layouts
       }
     }
   }
   std::optional<std::pair<Ranking, Plan>> best;      // the cheapest plan within the limit
   std::optional<std::pair<int64_t, Plan>> smallest;  // the plan with the lowest peak
   for (Plan& candidate : candidates) {
-    auto [plan, peak] = in_rounds(std::move(candidate), limit, has_limit);
+    auto [plan, peak] = split_into_rounds(std::move(candidate), limit, has_limit);
     if (!smallest || peak < smallest->first) smallest = {peak, plan};
     if (peak > limit) continue;
     const Ranking ranking = ranking_of(plan);

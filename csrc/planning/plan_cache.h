@@ -32,8 +32,8 @@ class PlanCache {
 
   explicit PlanCache(size_t capacity = kDefaultCapacity) : plans_(capacity) {}
 
-  // Returns the plan that is pinned in the context, else the cached plan, else a new one. Throws if make_plan_within
-  // does, and then caches nothing.
+  // Returns the plan that is pinned in the context, else the cached plan, else a new plan, which it caches. Throws as
+  // make_plan_within does, and then caches nothing.
   CertifiedPlanPtr get(const PlanRequest& request);
 
   using Counts = Plans::Counts;  // hits, misses and number of cached plans

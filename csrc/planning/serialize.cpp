@@ -28,7 +28,7 @@ auto fields_of_model(ModelLike& m) {
                     &m.memory_ps_per_kib, &m.contention_percent, &m.chunk_ps,     &m.transfer_processors};
 }
 
-// Writes all fields of a placement, whatever its kind is; the rule only if it is neither chunks nor strided.
+// Writes all fields of a placement, whatever its kind is, except the cut rule, which is written only for kShardByRule.
 void write_placement(Writer& out, const Placement& placement) {
   out.enumerator(placement.kind);
   out.integer(placement.dim);
@@ -42,7 +42,7 @@ void write_placement(Writer& out, const Placement& placement) {
   }
 }
 
-// Reads a placement. Fields that do not belong to its kind are ignored.
+// Reads what write_placement() writes. Ignores fields that do not belong to the placement's kind.
 Placement read_placement(Reader& in) {
   const auto kind = in.enumerator(PlacementKind::kShardByRule);
   const int64_t dim = in.integer();
@@ -105,7 +105,7 @@ void write(Writer& out, const Step& step) {
   out.integer(step.ranks_per_node);
 }
 
-// Reads a step that begins with the layout `current`. A step to another mesh leads to `reached`.
+// Reads a step of a tensor that has the layout `current`. If the step leads to another mesh, that mesh is `reached`.
 Step read_step(Reader& in, const Layout& current, const MeshPtr& reached) {
   const auto op = in.enumerator(StepOp::kRearrange);
   const bool leads_away = op == StepOp::kRearrange ? in.boolean() : op == StepOp::kCross;
@@ -198,8 +198,8 @@ Layout read_layout(Reader& in, const MeshPtr& mesh) {
   return read_placements(in, mesh, shape, DType::parse(in.text()));
 }
 
-// Writes the source mesh first, then the number of crossings. If there are any, writes the meshes of relays, the
-// destination mesh, and, if it differs from that, the mesh to which the last crossing leads.
+// Writes the source mesh first, then the number of crossings. If there are crossings, writes the meshes of relays, the
+// destination mesh, and the mesh to which the last crossing leads if it differs from the destination mesh.
 void write(Writer& out, const Plan& plan) {
   write(out, plan.src.mesh());
   const std::vector<MeshPtr> relays = meshes_of_relays(plan);

@@ -43,7 +43,7 @@ MeshDimSet dims_to_scale(const Layout& before, const Layout& after) {
 
 // Returns true if a valid partition (StepOp in moves/step.h) leads from `before` to `after`: parts stay, and the
 // `scaled` mesh dims become P(sum) or P(norm) instead of R. On other mesh dims, R may become P(avg), P(min) or
-// P(max), which do not change values.
+// P(max), which do not change values. Without `scaled` mesh dims, ranks hold the same values in both layouts.
 bool partitions(const Layout& before, const Layout& after, MeshDimSet scaled) {
   for (const int d : scaled.to_vector()) {
     const ReduceOp op = after.placements()[d].op;
@@ -54,7 +54,7 @@ bool partitions(const Layout& before, const Layout& after, MeshDimSet scaled) {
 }
 
 // Returns true if a step is a valid zero_fill: its mesh dims are the innermost cuts before it and P(sum) after it.
-bool fills(const Step& step) {
+bool is_valid_zero_fill(const Step& step) {
   const Layout& before = step.before;
   const Layout& after = step.after;
   if (!((before.partial_dims() | step.mesh_dims) == after.partial_dims()) || !same_pending_reductions(before, after))
@@ -108,7 +108,7 @@ bool is_named_by_collective(const Step& step) {
   return named_by_collective(std::move(exchange)).op == step.op;
 }
 
-constexpr int64_t kMaxPairs = int64_t{1} << 22;
+constexpr int64_t kMaxPairs = int64_t{1} << 22;  // of ranks, whose parts hold_needed_elements compares per tensor dim
 
 // Returns true if the ranks of each group over `mesh_dims` together hold all elements in `before` that they need in
 // `after`. Both layouts must be partitions of one shape. Then each mesh dim cuts at most one tensor dim, so each tensor
@@ -136,8 +136,9 @@ bool hold_needed_elements(const Layout& before, const Layout& after, MeshDimSet 
   return true;
 }
 
-// Checks a slice or an exchange by the parts that ranks hold. Several placements may describe the same parts; for some
-// of these placements, is_known_move() requires more mesh dims than the move spans.
+// Returns true if a step is a valid slice or exchange, judged by the parts that ranks hold instead of the placements.
+// Several placements may describe the same parts; for some of these placements, is_known_move() requires more mesh dims
+// than the move spans.
 bool is_valid_by_parts(const Step& step) {
   const bool is_local = step.op == StepOp::kSlice;
   const bool changes_pending =
@@ -166,7 +167,7 @@ bool is_valid_on_mesh(const Step& step) {
 }
 
 // Returns true if the fields of a kCross step are valid.
-bool crosses(const Step& step) {
+bool is_valid_crossing(const Step& step) {
   const bool has_pending = !step.before.partial_dims().empty() || !step.after.partial_dims().empty();
   return !(step.before.mesh() == step.after.mesh()) && !has_pending && step.mesh_dims.empty() && !step.ordered &&
          step.policy != ReplicaPolicy::kAligned &&
@@ -174,7 +175,7 @@ bool crosses(const Step& step) {
 }
 
 // Returns true if the fields of a kRearrange step are valid. On one mesh, pending reductions must stay.
-bool rearranges(const Step& step) {
+bool is_valid_rearrangement(const Step& step) {
   const MeshDimSet kept = step.before.mesh() == step.after.mesh() ? step.before.partial_dims() : MeshDimSet();
   return step.before.partial_dims() == kept && step.after.partial_dims() == kept &&
          (kept.empty() || same_pending_reductions(step.before, step.after)) && step.mesh_dims.empty() &&
@@ -183,8 +184,8 @@ bool rearranges(const Step& step) {
 
 // Returns true if a single move of the step's kind leads from its layout before to its layout after.
 bool is_valid_move(const Step& step, Lowering lowering) {
-  if (step.op == StepOp::kRearrange) return rearranges(step);
-  if (step.op == StepOp::kCross) return crosses(step);
+  if (step.op == StepOp::kRearrange) return is_valid_rearrangement(step);
+  if (step.op == StepOp::kCross) return is_valid_crossing(step);
   if (!(step.before.mesh() == step.after.mesh())) return false;
   const bool reduces = step.op == StepOp::kAllReduce || step.op == StepOp::kReduceScatter;
   if (step.ordered && !reduces) return false;
@@ -196,7 +197,7 @@ bool is_valid_move(const Step& step, Lowering lowering) {
     if (!can_share) return false;
   }
   if (step.op == StepOp::kPartition) return partitions(step.before, step.after, step.mesh_dims);
-  return step.op == StepOp::kZeroFill ? fills(step) : is_valid_on_mesh(step);
+  return step.op == StepOp::kZeroFill ? is_valid_zero_fill(step) : is_valid_on_mesh(step);
 }
 
 // Parts of messages that are formatted only if a check fails.

@@ -6,11 +6,12 @@
 
 namespace shardwright {
 
-// Upper limit on steps: more than any two layouts need.
+// Maximum number of steps of a plan that is read; no two layouts need as many.
 constexpr size_t kMaxSteps = 30;
 
-// Throws a UserError that names the first invalid step: it begins with another layout than the previous step ends with,
-// is not a valid move of its kind, or carries out a reduction that is pending in the destination.
+// Checks the steps, meshes and segments of a plan. Throws a UserError that names the fault. A step is invalid if it
+// begins with another layout than the previous step ends with, is not a valid move of its kind, or carries out a
+// reduction that is pending in the destination.
 void check_steps(const Plan& plan);
 
 // Returns true if a step ends on another mesh than it begins on.
