@@ -21,13 +21,15 @@ class Machine {
   // Adds a process that runs the program of a rank. `inputs` has the elements of its inputs, then of its destinations.
   void add(Rank rank, Program program, std::vector<Payload> inputs);
 
-  // Runs all ranks to the end. Throws InvariantError on a deadlock: all unfinished ranks wait.
+  // Runs all ranks to the end. Throws InvariantError on a deadlock (all unfinished ranks wait), or if a sent message
+  // was not received.
   void run();
 
   // Return the elements of a rank's output or destination after run().
   const Payload& output(Rank rank, size_t index = 0) const;
   const Payload& destination(Rank rank, size_t index) const;
-  // Return the bytes that a rank received, and the most bytes that it allocated at once for buffers and scratch.
+  // Return the bytes that a rank received, and the most bytes that it allocated at once for outputs, temporaries and
+  // scratch (Program::scratch_bytes).
   int64_t received_bytes(Rank rank) const { return processes_.at(rank).received_bytes; }
   int64_t peak_bytes(Rank rank) const { return processes_.at(rank).peak_bytes; }
 
@@ -93,16 +95,16 @@ class Machine {
   static void execute(Process& process, const AttendBackward& attend);  // machine_attend.cpp
   static void execute(Process& process, const Merge& merge);            // machine_attend.cpp
   static void execute(Process& process, const Accumulate& accumulate);  // machine_attend.cpp
-  // Return an element of batch b, head h and a row: element i of the row, or the row's only number.
+  // Return a reference to element i of a row of batch b and head h, or to the row's one number.
   static double& element(Process& process, const Heads& heads, int64_t b, int64_t h, int64_t row, int64_t i);
   static double& element(Process& process, const HeadRows& rows, int64_t b, int64_t h, int64_t row);
   // Returns the score of query i and key j plus the mask's bias; minus infinity if the mask hides the key.
   static double masked_score(Process& process, const std::optional<PairMask>& mask, int64_t b, int64_t h, int64_t i,
                              int64_t j, double score);
-  // Returns the bytes of an element in the program's dtype of the buffer.
+  // Returns the bytes of an element of the buffer in the program's dtype, not in the simulator's doubles.
   static int64_t item_bytes(const Process& process, const BufferRange& range);
-  // Return or replace the elements of a range. Throw InvariantError if the buffer does not exist or is too small, or on
-  // writing an input.
+  // data() returns the address of a range, read() its elements; write() replaces them. They throw InvariantError if the
+  // buffer is not allocated now or is too small, and write() if it is an input.
   static double* data(Process& process, const BufferRange& range);
   static Payload read(Process& process, const BufferRange& range);
   static void write(Process& process, const BufferRange& range, const Payload& payload);

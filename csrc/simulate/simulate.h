@@ -24,8 +24,8 @@ struct SimulationReport {
 // the peak memory differ from those that plan and program predict, and on a deadlock.
 SimulationReport simulate(const Plan& plan);
 
-// Returns a high estimate of the memory that `simulate` needs, in bytes, at most 2^62. `peak_bytes` is the memory that
-// the worst rank's program allocates.
+// Returns an estimate, rather too high, of the bytes of memory that `simulate` needs; at most 2^62. `peak_bytes` is the
+// memory that the worst rank's program allocates (planning/memory_limit.h).
 int64_t simulation_bytes(const Plan& plan, int64_t peak_bytes);
 
 }  // namespace shardwright
