@@ -306,7 +306,7 @@ class ScatterCompiler {
     const ReductionSpec reduction = reduction_of(step);
     size_t dim = 0;
     while (dim + 1 < all.shape().size() && all.shape()[dim] == 1) ++dim;
-    std::vector<Stages> chunks;
+    std::vector<ReductionStages> chunks;
     std::vector<std::function<void()>> products;
     const int64_t shares = all.shape().empty() ? 1 : std::min(schedule_.chunks, all.shape()[dim]);
     for (int64_t c = 0; c < shares; ++c) {

@@ -1,8 +1,8 @@
 // The instructions of attention, for programs (instructions.h).
 //
 // A block product is the attention of a block of queries to a block of keys and values. Its result is *partial*: for
-// each query the output, as if there were no other keys, and the logarithm of the sum of the exponentials of its scores
-// (lse). Two partial results over disjoint keys merge into the partial result over both.
+// each query, the output as if there were no other keys, and lse, the logarithm of the sum of the exponentials of the
+// query's scores. Two partial results over disjoint keys merge into the partial result over both sets of keys.
 #pragma once
 
 #include <cstdint>
@@ -68,7 +68,8 @@ struct VisiblePart {
   Band band;
 };
 
-// Returns nullopt if no query sees any key. Otherwise each row and each column of the part has a visible pair.
+// Returns the visible part of a block product with this many rows and columns, in each of whose rows and columns some
+// pair is visible. Returns nullopt if no query sees any key.
 std::optional<VisiblePart> visible_part(const Band& band, int64_t rows, int64_t columns);
 
 enum class BlockShape : uint8_t {
@@ -77,7 +78,7 @@ enum class BlockShape : uint8_t {
   kTriangle,  // a square in which query i sees keys 0 to i
   kOther,
 };
-// Returns the shape of the visible part.
+// Returns the shape of the visible part of a block product with this many rows and columns.
 BlockShape shape_of(const Band& band, int64_t rows, int64_t columns);
 
 // Returns the number of pairs (query, key) in which the query sees the key.
@@ -101,8 +102,8 @@ struct PairMask {
   int64_t column_stride = 0;
 };
 
-// result = the attention of q to k and v, with scaled scores. Queries that see no key get zeros and an lse of minus
-// infinity.
+// result = the attention of q to k and v: softmax(scale * (q . k) + mask) v, over the keys that each query sees.
+// Queries that see no key get zeros and an lse of minus infinity.
 struct Attend {
   AttendSizes sizes;
   Band band;

@@ -25,7 +25,7 @@ std::vector<double> partition_divisors(const Step& step) {
 
 // Emits a partition (R -> P). Divides by each divisor separately, as PyTorch does, so that results are rounded in the
 // same way. The copy does the first division if the dtype has fractions.
-void partition(ProgramBuilder& builder, const Step& step, BufferId current, BufferId next) {
+void compile_partition(ProgramBuilder& builder, const Step& step, BufferId current, BufferId next) {
   std::vector<double> divisors = partition_divisors(step);
   std::vector<Box> boxes = Selection(builder.region_in(step.before), builder.region_in(step.after))
                                .boxes(CopySide::local(), CopySide::local());
@@ -40,8 +40,8 @@ void partition(ProgramBuilder& builder, const Step& step, BufferId current, Buff
   for (const double divisor : divisors) builder.divide(builder.whole(next), divisor);
 }
 
-// Returns the first index of the result in the input, by tensor dim, if all steps only slice and divide and the result
-// is one box of the input. Otherwise returns nullopt.
+// Returns Program::box_of_input: the first index of the result in the input, by tensor dim, if all steps only slice and
+// divide and the result is one box of the input. Otherwise returns nullopt.
 std::optional<std::vector<int64_t>> box_of_input(const ProgramBuilder& builder, const Plan& plan) {
   for (const Step& step : plan.steps) {
     if (step.op != StepOp::kSlice && step.op != StepOp::kPartition) return std::nullopt;
@@ -68,7 +68,7 @@ void compile_step(ProgramBuilder& builder, const Step& step, BufferId current, B
     case StepOp::kSlice:
       return builder.copy_shared(step, current, next);
     case StepOp::kPartition:
-      return partition(builder, step, current, next);
+      return compile_partition(builder, step, current, next);
     case StepOp::kZeroFill:
       if (builder.count_of(next) > 0) builder.emit(FillZero{builder.whole(next)});
       return builder.copy_shared(step, current, next);
@@ -103,10 +103,10 @@ std::string step_note(const Plan& plan, size_t index, Rank rank) {
 }  // namespace
 
 BufferId compile_steps(ProgramBuilder& builder, const Plan& plan, size_t begin, size_t end, BufferId current,
-                       const std::string& of_what) {
+                       const std::string& prefix) {
   const DType before = builder.begin_dtype(plan.src.dtype());
   for (size_t i = begin; i < end; ++i) {
-    builder.begin_step(of_what + step_text(plan, i), step_note(plan, i, builder.rank()));
+    builder.begin_step(prefix + step_text(plan, i), step_note(plan, i, builder.rank()));
     const BufferId next = builder.new_buffer(builder.count_in(plan.steps[i].after));
     compile_step(builder, plan.steps[i], current, next);
     current = next;

@@ -9,7 +9,8 @@
 
 namespace shardwright {
 
-// `src` and `dst` point to row-major arrays of elements of item_bytes. They must not overlap.
+// Copies the elements of all boxes from `src` to `dst`. Both point to the first element of a buffer with elements of
+// item_bytes, and must not overlap.
 void copy_boxes(const std::vector<Box>& boxes, const void* src, void* dst, int64_t item_bytes);
 
 }  // namespace shardwright

@@ -9,8 +9,8 @@ namespace {
 // A table that is stored with its copy.
 struct StoredTable {
   TableDevice::Upload upload;
-  bool is_uploaded = false;  // the upload is known to be complete
-  bool is_captured = false;  // a graph reads it
+  bool is_uploaded = false;  // true once the upload is known to be complete
+  bool is_captured = false;  // true once a captured graph reads the table
 };
 
 // One mutex for all copies: uploads are rare, and all other work under it is short.

@@ -46,7 +46,7 @@ inline constexpr int kInlineBoxes[] = {8, 16, 32, 64, 144};
 // Arguments of at most 4 KiB fit on every GPU. More, up to 32,764 bytes, need compute capability 7.0 and CUDA 12.1.
 inline constexpr int kInlineBoxesEverywhere = 16;
 
-// Returns the smallest size up to `most` that holds `num_boxes` boxes; 0 if none does.
+// Returns the smallest of kInlineBoxes, up to `most`, that is at least `num_boxes`; 0 if there is none.
 constexpr int inline_boxes_for(int64_t num_boxes, int most) {
   for (const int size : kInlineBoxes) {
     if (num_boxes <= size && size <= most) return size;

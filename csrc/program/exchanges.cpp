@@ -22,7 +22,7 @@ namespace {
 // One rank's messages in a step's exchange, divided into rounds, and the elements that stay on the rank.
 class RankPart {
  public:
-  // `participants` are this rank and all ranks that may exchange something with it, ascending.
+  // `participants` are this rank and all ranks that may send it data or receive data from it, ascending.
   RankPart(const Exchange& exchange, std::vector<Rank> participants, Rank rank, int64_t rounds)
       : participants_(std::move(participants)),
         rank_(rank),
@@ -31,7 +31,7 @@ class RankPart {
         receives_(exchange.messages(rank, Direction::kReceive)),
         kept_(exchange.kept(rank)) {}
 
-  // A message in one round. `peer` is an index into the participants.
+  // The part of a message that is sent in one round. `peer` is an index into the participants.
   struct Message {
     int64_t peer = -1;
     Selection elements;
@@ -48,7 +48,7 @@ class RankPart {
     return std::lower_bound(participants_.begin(), participants_.end(), rank) - participants_.begin();
   }
 
-  // Returns the parts of full messages that are sent in a round.
+  // Returns the parts of `full_messages` that are sent in a round, without empty parts.
   std::vector<Message> messages_in_round(const std::vector<Exchange::Message>& full_messages, int64_t round) const {
     std::vector<Message> messages;
     for (const auto& [peer, elements] : full_messages) {
@@ -72,7 +72,8 @@ struct Participants {
   TransferMethod transfer_method;
 };
 
-// Return the participants of a step; nullopt if this rank exchanges nothing with other ranks.
+// Return the participants of a step between meshes, and of a step on one mesh; nullopt if this rank exchanges nothing
+// with other ranks.
 std::optional<Participants> participants_between_meshes(const ProgramBuilder& builder, const Exchange& exchange) {
   if (!exchange.communicates()) return std::nullopt;
   return Participants{exchange.ranks(), transfer_method_between_meshes(exchange.ranks().size(), builder.lowering())};
@@ -93,7 +94,8 @@ std::optional<Participants> participants_on_mesh(const ProgramBuilder& builder, 
   return Participants{step.before.mesh().ranks_at(partners), *move.transfer_method};
 }
 
-// Returns the extent of a message.
+// Returns the length of a message, and the index of its first element in the sender's and in the receiver's part where
+// it is contiguous there (Extent in exchange/mesh_exchange.h).
 Extent extent_of(const Selection& elements) {
   const int64_t held = elements.contiguous_in_sender();
   const int64_t needed = elements.contiguous_in_receiver();
@@ -133,7 +135,7 @@ class CrossingMemory : public StepMemory {
   std::optional<Traffic> traffic_upper_bound() const override { return std::nullopt; }
 
  private:
-  // Returns the messages of a rank in a round of an all-to-all, by ascending peer.
+  // Returns both ways to send a rank's messages in one round of an all-to-all: with and without its own part.
   static AllToAllOptions options_of_round(const RankPart& part, int64_t round) {
     std::map<int64_t, std::pair<Extent, Extent>> by_index;  // by index of the peer: sent to it, received from it
     for (const auto& message : part.sends(round)) by_index[message.peer].first = extent_of(message.elements);
@@ -157,8 +159,8 @@ class CrossingMemory : public StepMemory {
 };
 
 // Emits the exchange of a step: only local copies if there are no participants, otherwise one transfer per round.
-void compile(ProgramBuilder& builder, const Step& step, const Exchange& step_exchange,
-             const std::optional<Participants>& participants, BufferId current, BufferId next) {
+void emit_exchange(ProgramBuilder& builder, const Step& step, const Exchange& step_exchange,
+                   const std::optional<Participants>& participants, BufferId current, BufferId next) {
   if (!participants) {
     const std::optional<Selection> kept = step_exchange.kept(builder.rank());
     if (kept) builder.copy(current, next, kept->boxes(CopySide::local(), CopySide::local()));
@@ -181,10 +183,10 @@ void compile(ProgramBuilder& builder, const Step& step, const Exchange& step_exc
 void compile_exchange(ProgramBuilder& builder, const Step& step, BufferId current, BufferId next) {
   if (is_cross_or_rearrange(step.op)) {
     const std::unique_ptr<const Exchange> exchange = exchange_of(step);
-    return compile(builder, step, *exchange, participants_between_meshes(builder, *exchange), current, next);
+    return emit_exchange(builder, step, *exchange, participants_between_meshes(builder, *exchange), current, next);
   }
   const MeshExchange exchange = mesh_exchange_of(step);
-  compile(builder, step, exchange, participants_on_mesh(builder, step, exchange), current, next);
+  emit_exchange(builder, step, exchange, participants_on_mesh(builder, step, exchange), current, next);
 }
 
 std::unique_ptr<StepMemory> memory_of_crossing(const Step& step, const Plan& plan) {

@@ -12,7 +12,8 @@
 namespace shardwright {
 namespace {
 
-// Replaces the numbers of buffers and groups in an instruction of a segment's program by those in the full program.
+// Replaces the indices of buffers and groups in an instruction of a segment's program by their indices in the full
+// program.
 class Renumber {
  public:
   Renumber(const std::vector<BufferId>& buffers, const std::vector<int>& groups) : buffers_(buffers), groups_(groups) {}
@@ -60,15 +61,17 @@ class Renumber {
     ((ids = ids < 0 ? ids : buffers_[ids]), ...);
   }
 
-  const std::vector<BufferId>& buffers_;  // in the full program, by number in the segment's program
+  // Indices in the full program, by index in the segment's program.
+  const std::vector<BufferId>& buffers_;
   const std::vector<int>& groups_;
 };
 
-// The boxes that copy a uniform segment out of a rank's part or back. A part consists of cells along one tensor dim,
-// and a segment is the same range of each cell: with cells of 4 rows and 2 segments, segment 1 of a part of 8 rows has
-// rows 2, 3, 6 and 7.
+// The boxes that copy a uniform segment out of a rank's part or back. Along the segments' tensor dim, a part consists
+// of cells of equal length (cell_length in moves/segments.h), and a segment is the same range of each cell: with cells
+// of 4 rows and 2 segments, segment 1 of a part of 8 rows has rows 2, 3, 6 and 7.
 class SegmentOfPart {
  public:
+  // `shape` is the shape of the part, `cell` the length of a cell.
   SegmentOfPart(const std::vector<int64_t>& shape, const Segments& segments, int64_t cell)
       : length_(cell / segments.count), cells_(shape[segments.tensor_dim] / cell) {
     for (int t = 0; t < static_cast<int>(shape.size()); ++t) {
@@ -107,7 +110,7 @@ class SegmentOfPart {
   int64_t after_ = 1;   // product of the dims after it
 };
 
-// Returns the pipeline stage of each instruction, counted from the segment's first stage.
+// Returns the pipeline stage of each instruction of a segment's program, counted from the segment's first stage.
 std::vector<int64_t> stages_of(const Program& segment) {
   std::vector<int64_t> stages;
   std::vector<bool> has_waited(segment.step_texts.size());
@@ -155,13 +158,13 @@ class InSegments {
   }
 
  private:
-  static constexpr BufferId kOutputBuffer{1};
+  static constexpr BufferId kOutputBuffer{1};  // the full result; kInputBuffer is the full input
 
   // The program of one segment, or of all segments if they are uniform.
   struct SegmentProgram {
     Program program;
     std::vector<int64_t> stages;
-    std::vector<int> groups;  // index of each group in the full program
+    std::vector<int> groups;  // by group of the segment's program: its index in the full program
   };
 
   const SegmentProgram& of(int64_t segment) const { return segments_[are_uniform() ? 0 : segment]; }
@@ -171,7 +174,7 @@ class InSegments {
     return std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies<>());
   }
 
-  // Adds the groups of a segment's program that the full program lacks.
+  // Adds the groups of a segment's program that the full program lacks, and sets `groups`.
   void add_groups(SegmentProgram& segment_program) {
     for (const Group& group : segment_program.program.groups) {
       const auto is_same = [&](const Group& known) { return known.ranks == group.ranks; };

@@ -9,10 +9,9 @@
 
 namespace shardwright {
 
-// Returns the program of a rank: the instructions of the programs of all segments (one program for all if they are
-// uniform), ordered as in a pipeline. A segment's instructions up to and including a step's transfer are in one
-// pipeline stage. Those from the Wait on are in the next stage, before the next transfer. The next segment is one stage
-// behind:
+// Returns the program of a rank. It interleaves the programs of all segments (of uniform segments, one program for all)
+// as a pipeline. A stage ends with the transfer of a step; the Wait for this transfer begins the segment's next stage.
+// Each segment is one stage behind the segment before it:
 //
 //   stage 0   segment 0: copy from the input, pack, start crossing
 //   stage 1   segment 0: wait, unpack, start gathering      segment 1: copy from the input, pack, start crossing
@@ -21,8 +20,9 @@ namespace shardwright {
 // A step communicates at most once, so on all ranks the transfers of a group are in the same order.
 Program compile_in_segments(const Plan& plan, Rank rank);
 
-// Calls `visit(segment, stage)` in the order of the program, even for stages in which a segment does nothing. Stages
-// are counted from the segment's first stage. In the last stage, number `num_steps`, the result is copied.
+// Calls `visit(segment, stage)` in the order of the program, even for stages in which a segment does nothing. `stage`
+// is counted from the segment's first stage. In a segment's last stage, number `num_steps`, its result is copied. With
+// 2 segments of 2 steps, the calls are (0, 0), (0, 1), (1, 0), (0, 2), (1, 1), (1, 2).
 template <typename Visit>
 void for_each_stage(int64_t num_segments, int64_t num_steps, Visit visit) {
   for (int64_t stage = 0; stage < num_segments + num_steps; ++stage) {

@@ -15,7 +15,8 @@ std::string text(const std::vector<SendReceive::Message>& messages) {
   return join(parts, " ");
 }
 
-// Returns "1x8/2 heads, 16x32x64 to 128": batch x heads / heads of keys, rows x columns x depth to depth of values.
+// Returns "1x8/2 heads, 16x32x64 to 128" for batch 1, 8 heads, 2 kv_heads, 16 rows, 32 columns, depth 64 and
+// value_depth 128. Leaves out kv_heads and value_depth if they equal heads and depth.
 std::string text(const AttendSizes& s) {
   return concat(s.batch, "x", s.heads, s.kv_heads == s.heads ? "" : concat("/", s.kv_heads), " heads, ", s.rows, "x",
                 s.columns, "x", s.depth, s.value_depth == s.depth ? "" : concat(" to ", s.value_depth));

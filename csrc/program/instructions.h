@@ -54,7 +54,7 @@ struct Power {
   double exponent = 1;
 };
 
-// dst = (op over parts of dst.count elements, taken in this order) / divisor, rounded once.
+// dst = (op over all parts) / divisor, rounded once. Each part has dst.count elements; parts are reduced in this order.
 struct Reduce {
   ReduceOp op = ReduceOp::kSum;
   std::vector<BufferRange> parts;
@@ -85,7 +85,7 @@ struct Scale {
 
 // Flags for a product that begins while its lhs is still being fetched (see Fetch).
 struct Flags {
-  BufferRange range;         // one flag per chunk: lhs is divided into as many chunks of equally many rows
+  BufferRange range;         // one flag per chunk; lhs is divided into range.count chunks of equally many rows
   int64_t first = 0;         // the chunk that is multiplied first; the following chunks are taken in cyclic order
   Ticket fetch = kNoTicket;  // the Fetch that sets them
 };
@@ -136,7 +136,7 @@ struct AllReduce {
   BufferRange data;
 };
 
-// `src` has a part for each rank of the group. dst = the parts that all ranks have for this rank.
+// `src` has a part for each rank of the group. dst = this rank's parts of all ranks' `src`, one after the other.
 struct AllToAll {
   int group = -1;
   BufferRange src;
@@ -159,7 +159,8 @@ struct SendReceive {
 
 // Offer and Fetch are the two halves of an all-gather. Between them, nothing else communicates in the group.
 
-// Lets all other ranks of the group read `src`. Complete once every rank of the group has started its Offer.
+// Lets all other ranks of the group read `src`. The transfer is complete once every rank of the group has started its
+// Offer.
 struct Offer {
   int group = -1;
   BufferRange src;
@@ -171,7 +172,7 @@ struct Offer {
 // complete.
 struct Fetch {
   int group = -1;
-  Ticket offer = kNoTicket;  // must be complete
+  Ticket offer = kNoTicket;  // this rank's Offer, which must be complete
   BufferRange dst;
   BufferRange flags;
 
@@ -201,7 +202,8 @@ concept IsTransfer = IsOneOf<T, AllGather, ReduceScatter, AllReduce, AllToAll, S
 bool is_communication(const Operation& operation);  // true for a transfer, false for a Wait
 // Returns the index of the group in which a transfer communicates; nullopt for other operations.
 std::optional<int> group_of(const Operation& operation);
-std::string to_string(const Operation& operation);  // its text in listings
+// Returns the text of an operation in listings of programs: "copy b0 -> b2 in 1 boxes".
+std::string to_string(const Operation& operation);
 // Returns the buffers that an operation reads or writes; none for a Wait.
 std::vector<BufferId> buffers_of(const Operation& operation);
 

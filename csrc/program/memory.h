@@ -30,32 +30,34 @@ struct ExaminedRanks {
   bool are_all = true;  // true if all ranks, or one of each class, are examined
 };
 
-// Computes the sizes and lifetimes of the buffers of compile(plan, rank), for many ranks of one plan. It never lists
-// the boxes of copies, and examines each group of ranks once for all members of the group.
+// Computes the peak memory of compile(plan, rank), for many ranks of one plan, from the sizes and lifetimes of the
+// program's buffers. It never lists the boxes of copies, and examines each group of ranks once for all members of the
+// group.
 class ProgramMemory {
  public:
   explicit ProgramMemory(const Plan& plan);
   ~ProgramMemory();
 
-  // Returns Program::peak_bytes_by_step of compile(plan, rank).
+  // Returns the same numbers as compile(plan, rank).peak_bytes_by_step().
   std::vector<int64_t> peak_bytes_by_step(Rank rank);
 
-  // The maximum over all ranks, by step. One rank of each class (moves/rank_classes.h) is examined; if there are more
-  // than `max_ranks` classes, only the outermost and boundary ones. is_exact is false if other ranks might need more.
   struct MaxPeaks {
-    std::vector<int64_t> bytes;  // by step
-    bool is_exact = true;
+    std::vector<int64_t> bytes;  // by step: the largest peak of a rank
+    bool is_exact = true;        // false: ranks that were not examined might need more
   };
+  // Returns the maximum of peak_bytes_by_step over all ranks. Examines one rank of each class (moves/rank_classes.h);
+  // if there are more than `max_ranks` classes, only the outermost and boundary ranks.
   MaxPeaks max_peak_bytes_by_step(int64_t max_ranks);
 
  private:
-  // Sketches all steps of a rank, and returns the buffer that holds the result.
+  // Adds all steps of a rank to the sketch. Returns the buffer that holds the result.
   int sketch_all(Sketch& sketch, Rank rank);
   // Returns the peak of each step, in elements, of a plan in segments.
   std::vector<int64_t> peaks_in_segments(Rank rank);
+  // Returns the ranks whose peaks in this step are computed: at most about `max_ranks`.
   ExaminedRanks ranks_to_examine(size_t step, int64_t max_ranks) const;
-  // Sketches one step, starting from the buffer `current`. Returns the buffer that holds the step's result, which has
-  // no elements if the rank is on neither mesh of the step.
+  // Adds one step of a rank to the sketch, starting from the buffer `current`. Returns the buffer that holds the step's
+  // result, which has no elements if the rank is on neither mesh of the step.
   int sketch_step(Sketch& sketch, size_t step, Rank rank, int current);
   // Returns the peak bytes of a rank in one step, as if the plan had only this step. The part held before the step is a
   // buffer, except in the first step, where it is the input.

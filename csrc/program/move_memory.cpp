@@ -1,4 +1,4 @@
-// The memory of moves on one mesh. Emits the same instructions as exchanges.cpp and reductions.cpp.
+// The memory of moves on one mesh. The sketches have the instructions that exchanges.cpp and reductions.cpp emit.
 #include <map>
 #include <optional>
 #include <set>
@@ -20,7 +20,7 @@ namespace {
 constexpr int64_t kMaxGroupListed = 512;
 
 // The memory of a move on one mesh. An exchange is *regular* if all of its messages have one size and its counts have
-// closed forms (exchange/mesh_exchange.h). Then a few members of a group determine the memory of all.
+// closed forms (exchange/mesh_exchange.h). Then a few members of a group determine the memory of all members.
 class MoveMemory : public StepMemory {
  public:
   MoveMemory(const Step& step, const Plan& plan)
@@ -80,11 +80,11 @@ class MoveMemory : public StepMemory {
       case StepOp::kAllToAll:
       case StepOp::kPermute:
       case StepOp::kExchange:
-        return data_move(sketch, position, current, next);
+        return emit_data_move(sketch, position, current, next);
       case StepOp::kReduceScatter:
-        return reduce_scatter(sketch, position, current, next);
+        return emit_reduce_scatter(sketch, position, current, next);
       case StepOp::kAllReduce:
-        return all_reduce(sketch, position, current, next);
+        return emit_all_reduce(sketch, position, current, next);
       case StepOp::kCross:
       case StepOp::kRearrange:
         break;
@@ -103,8 +103,8 @@ class MoveMemory : public StepMemory {
     if (own > 0) sketch.emit({current, next});
   }
 
-  // Returns the rank's group and the way in which the group moves data. Members are listed only if instructions depend
-  // on single members.
+  // Returns the group of the rank at a position, and that rank's transfer. The group's members are listed only if
+  // instructions depend on single members.
   std::pair<Group&, DataMove> move_of(int64_t position) {
     const bool lists_members = step_.op != StepOp::kAllGather || step_.policy != ReplicaPolicy::kAligned;
     Group& group =
@@ -114,20 +114,21 @@ class MoveMemory : public StepMemory {
   }
 
   // Emits a step that moves data without reducing it.
-  void data_move(Sketch& sketch, int64_t position, int current, int next) {
+  void emit_data_move(Sketch& sketch, int64_t position, int current, int next) {
     const auto& [group, move] = move_of(position);
     if (!move.transfer_method) return copy_own(sketch, exchange_.kept_extent(position).count, current, next);
     switch (*move.transfer_method) {
       case TransferMethod::kAllGather:
-        return native_all_gather(sketch, position, current, next);
+        return emit_native_all_gather(sketch, position, current, next);
       case TransferMethod::kAllToAll: {
         const Group& listed = exchange_.group(position);
         std::vector<int64_t> partners;
         for (const size_t member : move.partners) partners.push_back(listed.positions[member]);
-        return all_to_all(sketch, listed, position, partners.empty() ? listed.positions : partners, current, next);
+        return emit_all_to_alls(sketch, listed, position, partners.empty() ? listed.positions : partners, current,
+                                next);
       }
       case TransferMethod::kMessages:
-        return messages(sketch, group, position, current, next);
+        return emit_messages(sketch, group, position, current, next);
     }
   }
 
@@ -160,7 +161,7 @@ class MoveMemory : public StepMemory {
   }
 
   // Emits an all-gather by the transport: into the result, or into a staging buffer followed by a copy.
-  void native_all_gather(Sketch& sketch, int64_t position, int current, int next) {
+  void emit_native_all_gather(Sketch& sketch, int64_t position, int current, int next) {
     const int64_t n = exchange_.num_held(position);
     const int64_t k = exchange_.group_without_members(position).size;
     if (gathers_in_place(position, n)) {
@@ -174,8 +175,8 @@ class MoveMemory : public StepMemory {
     if (k > 1) sketch.emit({staging, next});
   }
 
-  // Returns the messages of one round of an all-to-all. With one round the totals are known from the rank's traffic, so
-  // peers are added only until it is known which messages are runs.
+  // Returns both ways to send one round of an all-to-all. With one round the totals are known from the rank's traffic,
+  // so peers are added only until it is known which of the four lists of messages are runs.
   AllToAllOptions options_of_round(const Group& group, int64_t position, const std::vector<int64_t>& partners,
                                    int64_t round) {
     const bool is_gather = step_.op == StepOp::kAllGather;  // a rank sends the same data to all members
@@ -203,8 +204,8 @@ class MoveMemory : public StepMemory {
   }
 
   // Emits all rounds of an exchange by all-to-alls.
-  void all_to_all(Sketch& sketch, const Group& group, int64_t position, const std::vector<int64_t>& partners,
-                  int current, int next) {
+  void emit_all_to_alls(Sketch& sketch, const Group& group, int64_t position, const std::vector<int64_t>& partners,
+                        int current, int next) {
     const Extent own = exchange_.kept_extent(position);
     for (int64_t round = 0; round < step_.rounds; ++round) {
       const AllToAllOptions options = options_of_round(group, position, partners, round);
@@ -213,7 +214,7 @@ class MoveMemory : public StepMemory {
   }
 
   // Emits all rounds of an exchange by messages.
-  void messages(Sketch& sketch, const Group& group, int64_t position, int current, int next) {
+  void emit_messages(Sketch& sketch, const Group& group, int64_t position, int current, int next) {
     std::vector<PackingCounts> rounds(step_.rounds);
     if (exchange_.is_regular()) {
       add_regular_messages(rounds, position);
@@ -234,7 +235,7 @@ class MoveMemory : public StepMemory {
   }
 
   // Adds the messages of a regular exchange to each round. All pairs of ranks that exchange anything have transfers of
-  // one size and number of runs, so one transfer and the rank's traffic determine all.
+  // one size and number of runs, so one transfer and the rank's traffic determine all of its messages.
   void add_regular_messages(std::vector<PackingCounts>& rounds, int64_t position) {
     const Traffic traffic = exchange_.traffic_at(position);
     if (traffic.received_bytes == 0 && traffic.sent_bytes == 0) return;
@@ -254,9 +255,10 @@ class MoveMemory : public StepMemory {
     std::vector<bool> is_even;          // by round: all members receive equally many elements
   };
 
-  // Returns the messages of a step of one round, without their total, if the exchange is regular and all parts have one
-  // length, else nullopt. The index of a part is then linear in the coordinates of its rank, so one member along each
-  // mesh dim determines if all parts are consecutive.
+  // Determines if the messages that the rank at `position` sends in a step of one round are one run, without listing
+  // them. Returns nullopt unless the exchange is regular and all parts have one length: only then is the index of a
+  // part linear in the coordinates of its rank, so that one member along each mesh dim shows if all parts are
+  // consecutive. The caller sets the total.
   std::optional<RunOfMessages> run_of_equal_parts(int64_t position) {
     const Mesh& mesh = step_.before.mesh();
     if (step_.rounds > 1 || !exchange_.is_regular() || !mesh.ranks_are_positions()) return std::nullopt;
@@ -291,7 +293,7 @@ class MoveMemory : public StepMemory {
     }
   }
 
-  // Returns the messages of the group of this position, from a cache.
+  // Returns the messages that each member of this position's group sends, from a cache.
   const ScatterMessages& scatter_messages(int64_t position) {
     const auto [entry, is_new] = scatter_messages_.try_emplace(exchange_.group_without_members(position).least);
     ScatterMessages& messages = entry->second;
@@ -318,7 +320,7 @@ class MoveMemory : public StepMemory {
   }
 
   // Emits all rounds of a reduce-scatter.
-  void reduce_scatter(Sketch& sketch, int64_t position, int current, int next) {
+  void emit_reduce_scatter(Sketch& sketch, int64_t position, int current, int next) {
     const int64_t num_held = exchange_.num_held(position);
     if (num_held == 0) return;
     current = emit_power(sketch, current, num_held);
@@ -346,7 +348,7 @@ class MoveMemory : public StepMemory {
   }
 
   // Emits all rounds of an all-reduce: natively, as an exchange of two ranks, or in chunks (reductions.cpp).
-  void all_reduce(Sketch& sketch, int64_t position, int current, int next) {
+  void emit_all_reduce(Sketch& sketch, int64_t position, int current, int next) {
     const int64_t n = sketch.count_of(next);
     if (n == 0) return;
     if (is_native_) {

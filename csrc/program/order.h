@@ -22,13 +22,13 @@ struct Access {
   bool writes = false;
 };
 
-// Returns, for a transfer, the elements that it reads and writes until its Wait. Returns nothing for a Wait; call this
-// for its transfer instead.
+// Returns the elements that an operation reads and writes; for a transfer, until its Wait. Returns nothing for a Wait:
+// call this with Program::operation_in_effect() to get the accesses of its transfer.
 std::vector<Access> accesses_of(const Program& program, const Operation& operation);
 
-// Returns, for each transfer, the index of the last compute instruction or Wait before it that must run first; -1 if
-// there is none, and for other instructions. Waiting for that instruction means waiting for all compute and Waits
-// before it too, because they are on one stream. A transfer must wait for
+// Returns one number for each instruction. For a transfer it is the index of the last earlier compute instruction or
+// Wait that must run first, or -1 if none must; for other instructions it is -1. A transfer that waits for an
+// instruction also waits for all compute and Waits before it, because they are on one stream. A transfer must wait for
 //
 //   - compute that writes elements which the transfer reads or writes, or reads elements which it writes; other parts
 //     of the same buffer do not matter;

@@ -40,11 +40,11 @@ struct Group {
   int64_t index = -1;       // index of this rank in `ranks`
 };
 
-// The caller's buffers are inputs and destinations; the program's own are outputs and temporaries.
+// Inputs and destinations are buffers of the caller; the program allocates outputs and temporaries.
 enum class BufferRole : uint8_t { kInput, kDestination, kOutput, kTemporary };
 
 struct Buffer {
-  int64_t count = 0;  // elements; with strides, from the first one to the last one in memory
+  int64_t count = 0;  // number of elements; with strides, of all addresses from the first element to the last
   DType dtype = DType::kFloat32;
   BufferRole role = BufferRole::kTemporary;
   std::vector<int64_t> shape = {};                             // of an input or destination
@@ -55,14 +55,14 @@ struct Buffer {
 };
 
 struct Output {
-  BufferId buffer = kInputBuffer;  // if it is an input, the result is that input itself
+  BufferId buffer = kInputBuffer;  // if it is an input, the caller gets that input itself, not a copy
   std::vector<int64_t> shape;
 };
 
-// The instructions after which a destination is finished, as indices one past them.
+// The numbers of instructions after which a destination is finished.
 struct DestinationEnd {
-  int written = 0;  // after the last instruction that writes this rank's part
-  int sent = 0;     // after the last Wait for a message to another rank's part; at least `written`
+  int written = 0;  // up to and including the last instruction that writes this rank's part
+  int sent = 0;     // up to and including the last Wait for a message to another rank's part; at least `written`
 };
 
 struct Program {
@@ -110,7 +110,7 @@ struct Program {
   // operation itself.
   const Operation& operation_in_effect(const Operation& operation) const;
 
-  // Returns the bytes that the runtime allocates besides buffers while an instruction runs (attend_tiles.h).
+  // Returns the bytes that the runtime allocates in addition to buffers while an instruction runs (attend_tiles.h).
   int64_t scratch_bytes(const Operation& operation) const;
 
   // Returns the most bytes allocated at once: outputs, temporaries and scratch.

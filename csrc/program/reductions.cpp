@@ -67,10 +67,10 @@ void finish_native(ProgramBuilder& builder, const ReductionSpec& reduction, Buff
 
 namespace {
 
-// Two ranks send each other their contributions, and both add them in the same order. This sends as many bytes as
-// all_reduce_in_chunks, in one transfer instead of two.
-Stages all_reduce_of_two(ProgramBuilder& b, int g, const ReductionSpec& reduction, BufferRange contribution,
-                         BufferRange result) {
+// Returns the stages of an all-reduce of two ranks: they send each other their contributions, and both add them in the
+// same order. This sends as many bytes as all_reduce_in_chunks, in one transfer instead of two.
+ReductionStages all_reduce_of_two(ProgramBuilder& b, int g, const ReductionSpec& reduction, BufferRange contribution,
+                                  BufferRange result) {
   const int64_t me = b.program().groups[g].index;
   const BufferId staging = b.new_buffer(result.count);
   const auto ticket = std::make_shared<Ticket>(kNoTicket);
@@ -88,8 +88,8 @@ Stages all_reduce_of_two(ProgramBuilder& b, int g, const ReductionSpec& reductio
           }};
 }
 
-// Starts to send this rank's reduced chunk to all other ranks, and to receive the chunks of the other ranks. `chunks`
-// has the ranges of all ranks' chunks in the result. An all-to-all sends from one run, which has a copy of the chunk
+// Starts the transfer that sends this rank's reduced chunk to all other ranks and receives their chunks. `chunks` has
+// the ranges of all ranks' chunks in the result. An all-to-all sends from a new buffer, which has a copy of the chunk
 // for each rank.
 Ticket start_chunk_gather(ProgramBuilder& b, int g, const std::vector<BufferRange>& chunks) {
   const int64_t me = b.program().groups[g].index;
@@ -113,10 +113,10 @@ Ticket start_chunk_gather(ProgramBuilder& b, int g, const std::vector<BufferRang
   return start(b, set, transfer_method);
 }
 
-// Rank m of the group receives chunk m of all contributions, reduces it, and sends the result to all ranks. Each
-// element is summed once, so replicas are bitwise equal.
-Stages all_reduce_in_chunks(ProgramBuilder& b, int g, const ReductionSpec& reduction, BufferRange contribution,
-                            BufferRange result) {
+// Returns the stages of an all-reduce in which rank m of the group receives chunk m of all contributions, reduces it,
+// and sends the result to all ranks. Each element is reduced on one rank only, so replicas are bitwise equal.
+ReductionStages all_reduce_in_chunks(ProgramBuilder& b, int g, const ReductionSpec& reduction, BufferRange contribution,
+                                     BufferRange result) {
   const auto k = static_cast<int64_t>(b.program().groups[g].ranks.size());
   std::vector<BufferRange> contributed;  // chunks of the contribution
   std::vector<BufferRange> reduced;      // chunks of the result
@@ -147,14 +147,15 @@ Stages all_reduce_in_chunks(ProgramBuilder& b, int g, const ReductionSpec& reduc
 
 }  // namespace
 
-Stages composed_all_reduce(ProgramBuilder& builder, int group, const ReductionSpec& reduction, BufferRange contribution,
-                           BufferRange result) {
+ReductionStages composed_all_reduce(ProgramBuilder& builder, int group, const ReductionSpec& reduction,
+                                    BufferRange contribution, BufferRange result) {
   const bool is_of_two = builder.program().groups[group].ranks.size() == 2;
   return is_of_two ? all_reduce_of_two(builder, group, reduction, contribution, result)
                    : all_reduce_in_chunks(builder, group, reduction, contribution, result);
 }
 
-Stages native_all_reduce(ProgramBuilder& builder, int group, const ReductionSpec& reduction, BufferRange data) {
+ReductionStages native_all_reduce(ProgramBuilder& builder, int group, const ReductionSpec& reduction,
+                                  BufferRange data) {
   const auto ticket = std::make_shared<Ticket>(kNoTicket);
   return {[=, &builder] { *ticket = builder.emit(AllReduce{group, reduction.op, data}); },
           [=, &builder] {
@@ -165,21 +166,21 @@ Stages native_all_reduce(ProgramBuilder& builder, int group, const ReductionSpec
 
 namespace {
 
-// Emits the reductions of a step, round by round.
-class PendingReduction {
+// Emits the reduction of a step, round by round.
+class ReductionCompiler {
  public:
-  explicit PendingReduction(ProgramBuilder& builder) : b_(builder) {}
+  explicit ReductionCompiler(ProgramBuilder& builder) : b_(builder) {}
 
-  void reduce_scatter(const Step& step, BufferId current, BufferId next) {
+  void emit_reduce_scatter(const Step& step, BufferId current, BufferId next) {
     const ReductionSpec reduction = reduction_of(step);
     const int g = b_.group_index(step);
     if (b_.count_of(current) == 0) return;
-    current = raised(b_.whole(current), reduction.power).buffer;
-    for (int64_t round = 0; round < step.rounds; ++round) reduce_scatter(step, g, current, next, round);
+    current = emit_power(b_.whole(current), reduction.power).buffer;
+    for (int64_t round = 0; round < step.rounds; ++round) emit_round(step, g, current, next, round);
   }
 
-  // Emits one round of a reduce-scatter. `g` is the group.
-  void reduce_scatter(const Step& step, int g, BufferId current, BufferId next, int64_t round) {
+  // Emits one round of a reduce-scatter over group `g`. `current` has this rank's contribution, raised to the power.
+  void emit_round(const Step& step, int g, BufferId current, BufferId next, int64_t round) {
     const Region held = b_.region_in(step.before);
     // All members hold the same region, so either all of them have messages or none has.
     Messages contributions(Messages::Side::kSent, current);
@@ -197,7 +198,7 @@ class PendingReduction {
     start_sum(b_, step, g, contributions, contributions.are_equally_long(), result)();
   }
 
-  void all_reduce(const Step& step, BufferId current, BufferId next) {
+  void emit_all_reduce(const Step& step, BufferId current, BufferId next) {
     const ReductionSpec reduction = reduction_of(step);
     if (b_.count_of(next) == 0) return;
     const int g = b_.group_index(step);
@@ -214,17 +215,18 @@ class PendingReduction {
       const Interval range = in_round({0, b_.count_of(next)}, round, step.rounds);
       const int64_t n = range.end - range.begin;
       if (n == 0) continue;
-      const BufferRange contribution = raised({current, range.begin, n}, reduction.power);
+      const BufferRange contribution = emit_power({current, range.begin, n}, reduction.power);
       for (const auto& stage : composed_all_reduce(b_, g, reduction, contribution, {next, range.begin, n})) stage();
     }
   }
 
-  // Raises the range to a power in a new buffer. Returns the range itself if the power is 1.
-  BufferRange raised(BufferRange range, double power) {
+  // Emits the power of a range, in a new buffer, and returns it. With a power of 1, emits nothing and returns the
+  // range.
+  BufferRange emit_power(BufferRange range, double power) {
     if (power == 1) return range;
-    const BufferId raised = b_.new_buffer(range.count);
-    b_.emit(Power{range, b_.whole(raised), power});
-    return b_.whole(raised);
+    const BufferId powers = b_.new_buffer(range.count);
+    b_.emit(Power{range, b_.whole(powers), power});
+    return b_.whole(powers);
   }
 
   ProgramBuilder& b_;
@@ -233,11 +235,11 @@ class PendingReduction {
 }  // namespace
 
 void compile_reduce_scatter(ProgramBuilder& builder, const Step& step, BufferId current, BufferId next) {
-  PendingReduction(builder).reduce_scatter(step, current, next);
+  ReductionCompiler(builder).emit_reduce_scatter(step, current, next);
 }
 
 void compile_all_reduce(ProgramBuilder& builder, const Step& step, BufferId current, BufferId next) {
-  PendingReduction(builder).all_reduce(step, current, next);
+  ReductionCompiler(builder).emit_all_reduce(step, current, next);
 }
 
 }  // namespace shardwright

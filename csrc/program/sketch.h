@@ -1,4 +1,4 @@
-// Sketches: the parts of programs that determine their memory.
+// Sketches: programs reduced to the sizes and uses of their buffers, which determine the peak memory.
 #pragma once
 
 #include <algorithm>
@@ -10,8 +10,8 @@ namespace shardwright {
 
 constexpr int kNoBuffer = -1;  // stands for no buffer in emit() and wait()
 
-// A program reduced to the sizes of its buffers and the buffers that each instruction names. Buffers are numbered; the
-// input is number 0.
+// A program reduced to the sizes of its buffers, in elements, and the buffers that each instruction uses. Buffers are
+// numbered; the input is number 0.
 //
 //   new_buffer(12)      1: the output        The peak is 18 elements: buffers 1 and 2 exist at once, from the second
 //   new_buffer(6)       2                    instruction on. The input does not count.

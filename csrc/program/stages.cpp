@@ -8,11 +8,11 @@
 namespace shardwright {
 namespace {
 
-// Lists the instructions of all segments in the order of the program, and records where the life of each buffer begins
-// and ends.
-class Stages {
+// Lists the instructions of all segments in the order of the program, with the numbers of elements whose lives begin
+// and end with each instruction.
+class SegmentLives {
  public:
-  Stages(const std::vector<SketchedSegment>& segments, int64_t num_segments, int64_t num_steps)
+  SegmentLives(const std::vector<SketchedSegment>& segments, int64_t num_segments, int64_t num_steps)
       : segments_(segments), num_segments_(num_segments), num_steps_(num_steps), progress_(num_segments) {}
 
   std::vector<int64_t> peaks(int64_t num_needed) {
@@ -35,7 +35,7 @@ class Stages {
     int64_t begins = 0;
     int64_t ends = 0;
   };
-  // The indices of a segment's instructions in changes_, as far as they are appended.
+  // The indices in changes_ of the instructions of a segment that have been appended so far.
   struct Progress {
     std::vector<size_t> instructions;  // by instruction of the segment's sketch
     size_t input_copy = 0;             // the copy from the input
@@ -94,7 +94,7 @@ class Stages {
 
 std::vector<int64_t> peaks_in_stages(const std::vector<SketchedSegment>& segments, int64_t num_segments,
                                      int64_t num_steps, int64_t num_needed) {
-  return Stages(segments, num_segments, num_steps).peaks(num_needed);
+  return SegmentLives(segments, num_segments, num_steps).peaks(num_needed);
 }
 
 }  // namespace shardwright

@@ -18,15 +18,16 @@ class StepMemory {
  public:
   virtual ~StepMemory() = default;
 
-  // Returns true if the rank needs the same memory in this step as the rank of an earlier call. Must return false for
-  // steps of several rounds, whose peak also depends on the next step.
+  // Returns true if the rank needs the same memory in this step as a rank for which this function was called before.
+  // Returns false for steps of several rounds, whose peak also depends on the next step.
   virtual bool is_like_earlier_rank(Rank /*rank*/) { return false; }
 
   // Emits the instructions of a rank that takes part in the step. `current` and `next` are the buffers before and after
   // the step.
   virtual void sketch_rank(Sketch& sketch, Rank rank, int current, int next) = 0;
 
-  // Splits the classes of ranks so that all ranks of a class need the same memory. Throws InvariantError for crossings.
+  // Splits the classes of ranks (moves/rank_classes.h) so that all ranks of a class need the same memory in this step.
+  // Throws InvariantError for crossings.
   virtual void split_classes(RankClasses& classes) const = 0;
   // Returns a rank's traffic if the rank's peak depends on nothing else, else nullopt.
   virtual std::optional<Traffic> traffic_determining_peak(Rank rank) const = 0;
@@ -86,7 +87,7 @@ struct AllToAllOptions {
 };
 
 // Counts for one round of messages. A message that is one run in the tensor is sent from the tensor or received into it
-// (in place). All others are packed and unpacked.
+// (in place). All other messages are packed into staging memory, or unpacked from it.
 struct PackingCounts {
   int64_t packed_elements = 0;
   int64_t unpacked_elements = 0;
@@ -104,8 +105,8 @@ struct PackingCounts {
   }
 };
 
-// Emit one round as `exchange` in transfers.h lowers it, as an all-to-all or as messages. `own` is the number of
-// elements that stay on the rank; the first round copies them.
+// Add the instructions of one round to the sketch, as `exchange` in transfers.h emits them: an all-to-all, or messages.
+// `own` is the number of elements that stay on the rank; the first round copies them.
 void sketch_all_to_all(Sketch& sketch, const AllToAllOptions& options, int64_t own, int64_t round, int64_t rounds,
                        int current, int next);
 void sketch_messages(Sketch& sketch, const PackingCounts& counts, int64_t own, int64_t round, int current, int next);

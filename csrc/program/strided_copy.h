@@ -1,9 +1,10 @@
-// Copies of boxes, prepared for fast execution: dims are merged, elements are widened to words, and words are numbered.
+// Copies of boxes, prepared for fast execution: dims are merged, elements are joined into words, and words are
+// numbered.
 //
-// A box is a grid of runs, which are contiguous on both sides. Each box is copied in words as wide as its sizes,
-// strides and offsets allow. All words of a copy are numbered consecutively, so any range of numbers is a share of the
-// work, whatever the boxes are. A GPU thread copies the words with some numbers (locate); a CPU thread copies runs.
-// Both use the same tables, and `locate` compiles for both.
+// A box is a grid of runs: ranges that are contiguous in the source and in the destination. Each box is copied in words
+// as wide as its sizes, strides and offsets allow. All words of a copy are numbered consecutively, so the work can be
+// divided into ranges of numbers, whatever the boxes are. A GPU thread copies words (`locate` finds a word by its
+// number); a CPU thread copies runs. Both use the same tables, and `locate` compiles for both.
 //
 //   Columns 2 to 5 of a float32[3, 8] tensor to a packed buffer, both 16-byte aligned: 3 runs of 16 bytes. They begin
 //   at bytes 8, 40 and 72, so words have 8 bytes. The WordBox has sizes {3, 2}, source strides {4, 1}, destination
@@ -54,7 +55,7 @@ struct WordBox {
   // Computes the source and destination of word `i` of the box, as indices of words in the two arrays.
   SHARDWRIGHT_HOST_DEVICE void locate(uint32_t i, int64_t& src, int64_t& dst) const { locate(&i, &src, &dst); }
 
-  // Computes source and destination of kCount words, one per element of the three arrays. Overwrites `i`.
+  // Computes the sources and destinations of the kCount words `i[0]` to `i[kCount - 1]`. Overwrites `i`.
   template <int kCount = 1>
   SHARDWRIGHT_HOST_DEVICE void locate(uint32_t* i, int64_t* src, int64_t* dst) const {
     SHARDWRIGHT_UNROLL

@@ -5,7 +5,8 @@
 namespace shardwright {
 namespace {
 
-// Larger groups always use messages, because examining every pair takes more time than it saves.
+// Groups of more ranks always use messages, because examining every pair of ranks takes more time than an all-to-all
+// saves.
 constexpr size_t kMaxGroupForPairs = 512;
 
 // Single messages of Gloo can stall, but its all-to-all does not. Up to this number of ranks, an all-to-all is faster

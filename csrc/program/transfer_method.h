@@ -1,4 +1,5 @@
-// Chooses the collective or messages for a transfer, the ranks that take part, and the data that needs no packing.
+// Chooses the collective or messages for a transfer and the ranks that take part, and determines which data needs no
+// packing.
 // `start` and `exchange` (transfers.h) turn the choice into instructions, and move_memory.cpp counts the memory of
 // these instructions.
 //
@@ -36,7 +37,8 @@ struct DataMove {
 DataMove data_move_of(const Step& step, const MeshExchange& exchange, MeshExchange::Group& group, size_t member,
                       Lowering lowering, bool named_groups_only);
 
-// Returns the collective or messages for a crossing; the two meshes together have `num_ranks` ranks.
+// Returns the collective or messages for a crossing or rearrangement between meshes that together have `num_ranks`
+// ranks.
 TransferMethod transfer_method_between_meshes(size_t num_ranks, Lowering lowering);
 
 // Returns true if an all-to-all should include the rank's own part of `own` elements, because copying the part
@@ -51,7 +53,8 @@ inline bool sends_own_part(int64_t packed_with_it, int64_t packed_without, int64
 // elements; [4, 6) and [8, 10) are none.
 class RunOfMessages {
  public:
-  // `first` is the index of the message's first element in the tensor, if `is_run`.
+  // Adds the next message, of `count` elements. `is_run` is true if it is one run in the tensor, which begins at the
+  // element with index `first`; otherwise `first` is ignored.
   void add(int64_t count, int64_t first, bool is_run) {
     if (count == 0) return;
     if (total_ == 0) first_ = first;
@@ -81,8 +84,8 @@ TransferMethod transfer_method_of_reduced_chunks(int64_t chunk_bytes);
 // Returns true if a gather uses the transport's own all-gather.
 bool gathers_natively(Lowering lowering, bool parts_are_equal);
 
-// Returns true if the all-to-alls of a step, in `shares` parts, are sent as one message per peer instead of by the
-// transport's own all-to-all (AllToAll::by_messages).
+// Returns true if the all-to-alls of a step, each with one of `shares` equal shares of its data, are sent as one
+// message per peer instead of by the transport's own all-to-all (AllToAll::by_messages).
 bool all_to_alls_use_messages(const Step& step, int64_t shares, Lowering lowering);
 
 }  // namespace shardwright

@@ -5,7 +5,7 @@
 namespace shardwright {
 namespace {
 
-// Counts the traffic of one rank in each kind of transfer.
+// Returns the traffic of the program's rank in each kind of transfer.
 class Counter {
  public:
   explicit Counter(const Program& program) : program_(program) {}

@@ -1,4 +1,4 @@
-// The traffic of transfers.
+// Bytes and messages of transfers.
 #pragma once
 
 #include <cstdint>

@@ -8,13 +8,14 @@
 namespace shardwright {
 namespace {
 
+// Rounds up to a multiple of `alignment`.
 int64_t aligned(int64_t count, int64_t alignment) { return (count + alignment - 1) / alignment * alignment; }
 
 }  // namespace
 
 // ---- Messages
 
-Messages::Message Messages::message(int64_t peer, std::vector<TransferItem> items) const {
+Messages::Message Messages::make_message(int64_t peer, std::vector<TransferItem> items) const {
   Message message{peer, std::move(items)};
   for (const TransferItem& item : message.items) message.count += item.elements.count();
   message.run = run_of(message.items);
@@ -24,7 +25,7 @@ Messages::Message Messages::message(int64_t peer, std::vector<TransferItem> item
 void Messages::insert(int64_t peer, std::vector<TransferItem> items) {
   const auto before =
       std::find_if(messages_.begin(), messages_.end(), [&](const Message& other) { return other.peer > peer; });
-  messages_.insert(before, message(peer, std::move(items)));
+  messages_.insert(before, make_message(peer, std::move(items)));
 }
 
 void Messages::add_placed(int64_t peer, BufferRange range) {
@@ -223,8 +224,8 @@ void copy_own(ProgramBuilder& builder, const std::vector<OwnItem>& own) {
     builder.copy(item.from, item.to, item.elements.boxes(CopySide::local(), CopySide::local()));
 }
 
-// Lowers an all-gather: every rank sends its whole buffer. Messages are received in the result or in staging memory.
-void gather(ProgramBuilder& builder, TransferSet& set, const std::vector<OwnItem>& own, int64_t me) {
+// Emits an all-gather: every rank sends its full buffer. Messages are received in the result or in staging memory.
+void emit_all_gather(ProgramBuilder& builder, TransferSet& set, const std::vector<OwnItem>& own, int64_t me) {
   check_invariant(own.size() == 1, "an all-gather has ", own.size(), " tensors instead of one");
   set.receives.choose_memory(builder, {.is_one_run = true});
   Messages everything(Messages::Side::kSent);
@@ -244,7 +245,7 @@ void exchange(ProgramBuilder& builder, TransferSet set, TransferMethod transfer_
   const bool may_add_own =
       transfer_method == TransferMethod::kAllGather || (transfer_method == TransferMethod::kAllToAll && may_send_own);
   const bool sends_own = may_add_own && try_add_own(set, transfer_method, own, staging, me);
-  if (transfer_method == TransferMethod::kAllGather) return gather(builder, set, own, me);
+  if (transfer_method == TransferMethod::kAllGather) return emit_all_gather(builder, set, own, me);
   set.sends.choose_memory(builder, staging);
   set.receives.choose_memory(builder, staging);
   set.sends.copy(builder);

@@ -59,17 +59,17 @@ class Messages {
  public:
   enum class Side : uint8_t { kSent, kReceived };
 
-  // If there are no messages, the run is empty. Then `tensor` is its buffer, or a new buffer without elements if
-  // `tensor` is missing.
+  // `tensor` matters only if no message has elements: it is then the buffer of the empty run(). If it is missing,
+  // choose_memory creates a buffer without elements for the run.
   explicit Messages(Side side, BufferId tensor = kMissingBuffer) : side_(side), tensor_(tensor) {}
 
   // Appends the message to or from a peer: items of one or more tensors, in the order of the message. For collectives,
   // messages must be appended by ascending peer.
-  void add(int64_t peer, std::vector<TransferItem> items) { messages_.push_back(message(peer, std::move(items))); }
+  void add(int64_t peer, std::vector<TransferItem> items) { messages_.push_back(make_message(peer, std::move(items))); }
   // Inserts a message before the messages of greater peers.
   void insert(int64_t peer, std::vector<TransferItem> items);
-  // Adds a message whose memory is already `range`. Either all messages of one side are added this way or none; if all,
-  // `choose_memory` and `copy` have nothing to do.
+  // Appends a message whose memory is already `range`. Either all messages of one side are added this way or none; if
+  // all, the caller need not call `choose_memory` and `copy`.
   void add_placed(int64_t peer, BufferRange range);
   // Removes the message of a peer, if there is one.
   void remove(int64_t peer);
@@ -81,7 +81,8 @@ class Messages {
   int64_t total_count() const;
   bool are_equally_long() const;
 
-  // Returns the number of elements to stage, including padding for alignment.
+  // Returns the number of elements of staging memory that choose_memory(builder, staging) uses, with the padding for
+  // alignment.
   int64_t staged_count(const Staging& staging) const;
 
   // Chooses the memory of the messages, and creates the staging buffers.
@@ -91,13 +92,15 @@ class Messages {
   const BufferRange& range(size_t i) const { return messages_[i].range; }
   bool is_staged(size_t i) const { return messages_[i].is_staged; }
   bool is_any_staged() const;
-  BufferRange run() const;  // all messages, which must be one run
+  BufferRange run() const;  // the range of all messages; throws InvariantError if they are not one run
   // Returns the placed messages as operands of a SendReceive. Leaves out empty messages.
   std::vector<SendReceive::Message> as_sent_or_received() const;
   std::vector<int64_t> counts(int64_t group_size) const;  // elements to or from each member of the group
 
-  // Packs or unpacks: copies the items of staged messages between their tensors and staging memory, with one
-  // instruction for each pair of buffers. Skips the message of the peer `except`.
+  // Packs the staged messages of the sent side, or unpacks those of the received side: emits copies of their items
+  // between tensors and staging memory, one instruction for each pair of buffers. Skips the message of the peer
+  // `except`
+  // (-1: none).
   void copy(ProgramBuilder& builder, int64_t except = -1) const;
 
  private:
@@ -110,8 +113,8 @@ class Messages {
     bool is_staged = false;
   };
 
-  // Returns a message with its length and its run.
-  Message message(int64_t peer, std::vector<TransferItem> items) const;
+  // Makes a message of these items, and sets its length and its run.
+  Message make_message(int64_t peer, std::vector<TransferItem> items) const;
   // Return the range of some items, or of all messages, in the tensor; nullopt if they are not one run there.
   std::optional<BufferRange> run_of(const std::vector<TransferItem>& items) const;
   std::optional<BufferRange> run_of_all() const;
@@ -140,16 +143,18 @@ struct OwnItem {
 // receive.
 Ticket start(ProgramBuilder& builder, const TransferSet& set, TransferMethod transfer_method);
 
-// Lowers a set from tensors to tensors: packs, starts it, copies the elements that stay on this rank (`own`) meanwhile,
-// waits and unpacks. An all-to-all also sends the own part if `may_send_own` is true and that saves packing. An
-// all-gather always sends it: `own` has one item, whose whole buffer `from` is sent in place of set.sends.
+// Emits a transfer from tensors to tensors: packs messages, starts the transfer, copies the elements that stay on this
+// rank (`own`) meanwhile, waits and unpacks. If `may_send_own` is true and it saves packing, an all-to-all sends the
+// own part as a message to this rank instead. An all-gather always does: `own` has one item, whose full buffer `from`
+// is sent in place of set.sends.
 void exchange(ProgramBuilder& builder, TransferSet set, TransferMethod transfer_method, const std::vector<OwnItem>& own,
               bool may_send_own);
 
 // Starts a reduce-scatter among the members of a group. `contributions` has one part for each member, this rank
-// included, all in one run. The caller must call the returned function once: it emits the Wait, and writes the sum of
-// the parts for this rank to `result`, which is as long as one part. Uses the transport's reduce-scatter if it has one
-// and the parts for all members are `equally_long`, otherwise an all-to-all and a local sum.
+// included, all in one run. The caller must call the returned function once: it emits the Wait, and the reduction of
+// all members' parts for this rank, which it writes to `result`; `result` is as long as one part. Uses the transport's
+// reduce-scatter if it has one and the parts for all members are `equally_long`, otherwise an all-to-all and a local
+// reduction.
 std::function<void()> start_sum(ProgramBuilder& builder, const Step& step, int group, const Messages& contributions,
                                 bool equally_long, BufferRange result);
 

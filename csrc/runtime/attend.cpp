@@ -150,7 +150,8 @@ struct Operands {
 
 // Returns the bytes per element of operands and bias, which determine the sizes of tiles. The bias of a float32 mask
 // counts as float32, because on CPU it is (bias_of_mask).
-AttendItems element_sizes_of(const at::Tensor& operand, const std::optional<PairMask>& mask, const Buffers& buffers) {
+AttendItemBytes element_sizes_of(const at::Tensor& operand, const std::optional<PairMask>& mask,
+                                 const Buffers& buffers) {
   const int64_t bytes = operand.element_size();
   const bool is_in_float32 = mask && buffers[mask->buffer].scalar_type() == at::kFloat;
   return {bytes, is_in_float32 ? std::max<int64_t>(bytes, 4) : bytes};

@@ -538,7 +538,7 @@ TEST(Attention, TilesCoverEachVisiblePairOnce) {
     s = {1, 1, 1, 1 + static_cast<int64_t>(random() % 60), 1 + static_cast<int64_t>(random() % 60), 8, 8};
     product.band.least = static_cast<int64_t>(random() % 50) - 40;
     if (random() % 2 == 0) product.band.most = product.band.least + static_cast<int64_t>(random() % 30);
-    const AttendItems large{4, kMostBiasBytes / 400};  // tiles of about 200 pairs
+    const AttendItemBytes large{4, kMostBiasBytes / 400};  // tiles of about 200 pairs
     int64_t pairs = 0;
     int64_t next_row = 0;
     for (const VisiblePart& tile : tiles_of(product, large)) {
