@@ -9,7 +9,8 @@ namespace shardwright {
 // Returns the program of a rank. Throws as check() does, and UserError if the rank is not on the mesh.
 Program compile(const Matmul& matmul, const Schedule& schedule, Rank rank);
 
-// The programs of `compile`, without its checks. compile_flagged is called for method 'flags'.
+// Return the program of a rank for one kind of Matmul, without the checks of `compile`. compile_gather calls
+// compile_flagged for method 'flags'.
 //
 // A gather, rank 0 in a ring of 3 with depth 1. Chunk d is the part of the rank at distance d:
 //

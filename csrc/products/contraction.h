@@ -11,14 +11,15 @@
 namespace shardwright {
 
 struct Contraction {
-  // The axis of each tensor dim. Axes are numbered by first appearance: "bsk,nk->bsn" has lhs {0, 1, 2}, rhs {3, 2} and
-  // out {0, 1, 3}.
+  // By tensor dim: its axis. Axes are numbered by first appearance: "bsk,nk->bsn" has lhs {0, 1, 2}, rhs {3, 2} and out
+  // {0, 1, 3}.
   std::vector<int> lhs;
   std::vector<int> rhs;
   std::vector<int> out;
 
   // Throws UserError if an axis repeats within a tensor, or appears in only one tensor or in all three.
   static Contraction parse(const std::string& text);
+  // Returns the einsum with the letters a, b, c, ... for axes 0, 1, 2, ...: "abc,dc->abd" for "bsk,nk->bsn".
   std::string to_string() const;
 
   int num_axes() const;            // number of different axes
@@ -27,7 +28,7 @@ struct Contraction {
   bool operator==(const Contraction&) const = default;
 };
 
-// True if `axis` is among the axes of a tensor (Contraction::lhs, rhs or out).
+// Returns true if `axis` is among the axes of a tensor (Contraction::lhs, rhs or out).
 bool has_axis(const std::vector<int>& tensor_axes, int axis);
 
 // Returns the dims of an operand along which the product does not sum. `operand_axes` is axes.lhs or axes.rhs. In

@@ -1,6 +1,7 @@
 // A product's operations as data: a list of nodes, executed one after the other and the same on every rank.
 //
-// Values are numbered and written once; the first ones are the inputs. Nodes read values and write new ones.
+// Values are tensors. They are numbered, and each is written once; the first values are the inputs. A node reads values
+// and writes new values.
 //
 //   x, w, b          inputs
 //   0. b' = move b to [S(0)]
@@ -25,19 +26,19 @@ struct Value {
   Layout layout;
 };
 
-// A separate redistribute.
+// Redistributes its input by a plan, apart from any product.
 struct MoveNode {
   Plan plan;
 };
 
-// A program that holds products; inputs and outputs are those of its Matmul (products/matmul.h).
+// Runs the program of a Matmul, whose inputs and outputs are those of the node (products/matmul.h).
 struct MatmulNode {
   Matmul matmul;
   Schedule schedule;
 };
 
 // Adds a bias. Inputs: a tensor, and a bias along its last dim. Sums of the tensor are pending along the mesh dims
-// `pending`, so only the first rank along them adds the bias. On other ranks the output is the first input.
+// `pending`, so only the first rank along them adds the bias. On other ranks the output is the tensor unchanged.
 struct BiasNode {
   MeshDimSet pending;
 };
@@ -68,12 +69,12 @@ struct Dataflow {
   std::vector<int> outputs;
 };
 
-// True if the rank at this position of the mesh adds the bias.
+// Returns true if the rank at this position of the mesh adds the bias of the node.
 bool adds_bias(const BiasNode& node, const Mesh& mesh, int64_t position);
 
-// Return the predicted time of the slowest rank, for all nodes or for one node. Moves take the time that their plans
-// predict, products the time of their schedule's timeline (timeline.h), and other nodes the time to read and write
-// their values in memory.
+// Return the predicted picoseconds of the slowest rank, for all nodes one after the other, or for one node. Moves take
+// the time that their plans predict, products the time of their schedule's timeline (timeline.h), and other nodes the
+// time to read and write their values in memory.
 int64_t predicted_picoseconds(const Dataflow& flow, const ProductContext& context);
 int64_t predicted_picoseconds(const Dataflow& flow, const Node& node, const ProductContext& context);
 
@@ -83,7 +84,8 @@ const char* kind_name(const NodeOperation& operation);
 // Returns one line per node, each beginning with `indent`.
 std::string to_string(const Dataflow& flow, const ProductContext& context, const std::string& indent = "");
 
-// Builds a list: first its inputs, then node by node. Functions return the values that the new input or node writes.
+// Builds a list: first its inputs, then node by node. Functions return the values (indices into Dataflow::values) that
+// the new input or node writes.
 class DataflowBuilder {
  public:
   DataflowBuilder(const MovePlanner& planner, ScheduleRequest request)
@@ -92,14 +94,17 @@ class DataflowBuilder {
   int input(std::string name, Layout layout);
   const Layout& layout(int value) const { return flow_.values[value].layout; }
 
-  // Appends no node, and returns `value`, if the value already has this layout.
+  // Appends a MoveNode to the layout `dst`. If the value already has this layout, appends nothing and returns `value`.
   int move(int value, const Layout& dst);
-  // Appends a product, with the schedule that choose_schedule() (product_choices.h) returns.
+  // Appends a product, with the schedule that choose_schedule() (product_choices.h) returns for the builder's request.
+  // With `is_request_binding`, throws UserError if the product cannot meet the request.
   std::vector<int> multiply(Matmul matmul, std::vector<int> inputs, const std::vector<Value>& outputs,
                             bool is_request_binding = false);
+  // Appends a BiasNode.
   int add_bias(int value, int bias);
   // Appends a SumNode. `layout` is the layout of the sum.
   int sum_rows(int value, Layout layout);
+  // Appends an AddNode.
   int add(int a, int b);
 
   // Returns the list with these values as its outputs, and sets Node::released.

@@ -51,8 +51,8 @@ std::optional<MatrixSizes> as_matrices(const Contraction& axes, const std::vecto
                      num_elements_along(summed, axes.lhs, lhs_shape), is_rhs_row_major};
 }
 
-// True if the parts of the members of a group, in the group's order, are equal, consecutive pieces of the region of
-// `receiver`.
+// Returns true if the parts of the members of a group, in the group's order, are consecutive ranges of equal length
+// that together make up the part of `receiver` after the step. `group` and `receiver` are positions.
 bool are_consecutive(const Step& step, const std::vector<int64_t>& group, int64_t receiver) {
   const Region needed = step.after.region(receiver);
   const int64_t part = num_elements(needed) / static_cast<int64_t>(group.size());
@@ -116,8 +116,8 @@ std::optional<std::string> why_no_flags(const Matmul& matmul, int64_t shares) {
   return std::nullopt;
 }
 
-// Offers the rank's part to its peers, and starts the product once all ranks have offered theirs. The product may
-// occupy all multiprocessors; copies from peers and their flags need none.
+// The program offers the rank's part to its peers, and starts the fetch and the product once all ranks have offered
+// their parts. The product may occupy all multiprocessors; copies from peers and their flags need none.
 Program compile_flagged(const GatherMatmul& matmul, const Schedule& schedule, Rank rank) {
   const Plan& plan = matmul.plan;
   const Step& step = plan.steps.back();

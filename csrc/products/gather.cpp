@@ -21,10 +21,11 @@ struct InputsOfProduct {
   BufferId other_scales = kMissingBuffer;
 };
 
-// Emits one product, part by part of the moved operand, in the order in which the parts are received.
+// Emits one of the products. Multiplies the moved operand part by part, in the order in which the parts are received.
 //
-// If the parts split the sums, several parts add to the same elements of the result: the first one writes them, the
-// later ones accumulate. Sums of 16-bit results are accumulated in a float32 buffer, which is cast at the end.
+// If the parts are cut along a summed axis, several parts contribute to the same elements of the result: the first part
+// writes them, later parts accumulate. Sums of 16-bit results are accumulated in a float32 buffer, which is cast at the
+// end.
 class ProductCompiler {
  public:
   ProductCompiler(ProgramBuilder& builder, const GatherMatmul::Product& product, DType result_dtype,
@@ -53,7 +54,7 @@ class ProductCompiler {
 
   void add_output() { b_.add_output(result_, out_shape_); }
 
-  // Decides if parts accumulate. Must be called with all parts, in any order, before the first is multiplied.
+  // Determines if parts accumulate. The caller passes all parts, in any order, before it multiplies the first one.
   void prepare(const std::vector<Selection::Part>& parts) {
     bool splits_sums = false;
     for (const Selection::Part& part : parts) {
@@ -68,7 +69,7 @@ class ProductCompiler {
   // Writes the result of an operand without elements: zeros, plus the bias.
   void multiply_nothing() { emit_gemms(b_, axes_, sizes_, other_, other_, out_, false, bias_); }
 
-  // Multiplies one part. `operand` and `scales` are views of its elements and their scales.
+  // Emits the product of one part. `operand` and `scales` are views of the part's elements and of their scales.
   void multiply(const Selection::Part& part, const TensorView& operand, const std::optional<TensorView>& scales) {
     std::vector<int64_t> sizes = sizes_;
     TensorView other = other_;
@@ -198,8 +199,8 @@ class GatherCompiler {
   // Emits the Wait that start_scales postponed, if it was not emitted yet.
   void finish_scales() { b_.put_back(std::exchange(postponed_wait_, {})); }
 
-  // Returns a view of the scales of a part: of the input scales for the rank's own part, which need no Wait, else of
-  // the gathered scales.
+  // Returns a view of the scales of a part. With `are_own`, the part is the rank's own, and its scales are an input,
+  // which needs no Wait; otherwise they are among the gathered scales. Returns nullopt for products without scales.
   std::optional<TensorView> scales_of(const Selection::Part& part, const Contraction& axes, bool are_own) const {
     if (!matmul_.scaling) return std::nullopt;
     if (!matmul_.scaling->by_row) return scales_view(axes, axes.lhs, scales_, {});
@@ -220,8 +221,9 @@ class GatherCompiler {
     multiply(all, gathered_, 0, &Selection::Part::in_receiver, shape_of(needed_));
   }
 
-  // Multiplies a block by all other operands. The block is in a row-major tensor of this shape, which begins at
-  // `offset` of the buffer; `part_offsets` selects the offsets of the block's parts in the tensor.
+  // Multiplies a block of the moved operand by all other operands. The block is in a row-major tensor of this shape,
+  // which begins at `offset` of the buffer. `part_offsets` is the member of Selection::Part with the offsets of a part
+  // in this tensor. With `has_own_scales`, the scales of the block are the rank's input scales.
   void multiply(const Selection& block, BufferId buffer, int64_t offset,
                 std::vector<int64_t> Selection::Part::* part_offsets, const std::vector<int64_t>& shape,
                 bool has_own_scales = false) {
@@ -335,7 +337,7 @@ class GatherCompiler {
     return (count + items - 1) / items * items;
   }
 
-  // Announces all parts to the products. Products of an operand without elements are written at once.
+  // Calls prepare() of all products with all parts of the operand. If the operand has no elements, writes the results.
   void prepare_products(const std::vector<ChunkTransfer>& transfers, const Selection& own) {
     std::vector<Selection::Part> parts = own.parts();
     for (const ChunkTransfer& transfer : transfers) {
@@ -369,7 +371,7 @@ class GatherCompiler {
     return share_of(Selection(step.before.region(here_), step.after.region(peer)), share_dim_, chunk);
   }
 
-  // Returns the transfer of a chunk, which is not started yet.
+  // Makes the transfer of a chunk, without starting it. `current` has the rank's part before the step.
   ChunkTransfer transfer_of(const Step& step, const std::vector<int64_t>& group, const Chunk& chunk, BufferId current) {
     const bool by_messages = schedule_.method == Method::kRing;
     const auto k = static_cast<int64_t>(group.size());
@@ -406,8 +408,9 @@ class GatherCompiler {
   // Returns the elements that this rank already has.
   Selection own_part(const Step& step) const { return {step.before.region(here_), needed_}; }
 
-  // Makes the transfer an all-gather if all ranks' shares are equally long and the lowering has all-gathers. Every rank
-  // knows all lengths, so all make the same choice. An all-gather also receives the rank's own share.
+  // Makes the transfer of a chunk an all-gather if all ranks' shares are equally long and the lowering has all-gathers.
+  // An all-gather also receives the rank's own share, `own`. `k` is the number of ranks, `me` this rank's index among
+  // them. Every rank knows all lengths, so all ranks make the same choice.
   void gather_if_even(ChunkTransfer& transfer, const std::optional<Selection>& own, int64_t k, int64_t me,
                       BufferId current) const {
     if (!own) return;
@@ -441,7 +444,7 @@ class GatherCompiler {
     transfer.ticket = shardwright::start(b_, transfer.set, transfer.transfer_method);
   }
 
-  // Multiplies a received chunk, from its slot or from the gathered operand.
+  // Multiplies a received chunk, which is in its slot or, if its messages were received there, in the gathered operand.
   void multiply_received(const ChunkTransfer& transfer) {
     const Messages& receives = transfer.set.receives;
     receives.copy(b_);

@@ -40,7 +40,8 @@ std::vector<MergedAxis> merge_axes(const std::vector<MergedAxis>& axes) {
   return merged;
 }
 
-// Removes the innermost axis from the list and returns it; without axes, returns one of size 1.
+// Removes the innermost axis from the list and returns it: the matrix dim m, n or k. Returns an axis of size 1 if the
+// list is empty.
 MergedAxis take_matrix_dim(std::vector<MergedAxis>& axes) {
   if (axes.empty()) return {};
   const MergedAxis inner = axes.back();
@@ -48,7 +49,7 @@ MergedAxis take_matrix_dim(std::vector<MergedAxis>& axes) {
   return inner;
 }
 
-// Advances all views of the product to index `index` of an axis.
+// Advances all matrices and scales of the product by `index` along an axis.
 void advance(Gemm& gemm, const MergedAxis& axis, int64_t index) {
   gemm.lhs.offset += index * axis.lhs;
   gemm.rhs.offset += index * axis.rhs;
@@ -76,8 +77,8 @@ bool is_equal(const std::optional<Scale>& a, const std::optional<Scale>& b) {
   return a.has_value() == b.has_value() && (!a || (a->buffer == b->buffer && a->stride == b->stride));
 }
 
-// Returns the offsets of `b` minus those of `a`. Returns nullopt if the products differ in buffers, strides or k, in
-// having a bias or scales, or in accumulating, and if `b` has a batch.
+// Returns the offsets of `b` minus the offsets of `a`. Returns nullopt if `b` has a batch, or if the two products
+// differ in anything but offsets, m, n and the batch of `a`.
 std::optional<OffsetDifference> offset_difference(const Gemm& a, const Gemm& b) {
   if (!is_equal(a.lhs, b.lhs) || !is_equal(a.rhs, b.rhs) || !is_equal(a.dst, b.dst)) return std::nullopt;
   if (a.accumulates != b.accumulates || a.bias.has_value() != b.bias.has_value() || a.k != b.k || b.count != 1) {
@@ -95,8 +96,8 @@ std::optional<OffsetDifference> offset_difference(const Gemm& a, const Gemm& b) 
 
 int64_t stride_of(const std::optional<Scale>& scale) { return scale ? scale->stride : 0; }
 
-// Merges `next` into `last` as more rows, more columns or one more batch entry, and returns true, if that is possible.
-// Products that add to the same elements stay separate.
+// Merges `next` into `last` as more rows, more columns or one more batch entry. Returns false, and changes nothing, if
+// that is not possible. Products that write the same elements stay separate.
 bool try_merge(Gemm& last, const Gemm& next) {
   const std::optional<OffsetDifference> by = offset_difference(last, next);
   if (!by || by->dst == 0) return false;
@@ -153,7 +154,7 @@ struct AxesByKind {
   bool sum_is_empty = false;     // a summed axis has length 0
 };
 
-// Sorts and merges the axes. `strided(axis)` returns one axis with its strides.
+// Sorts the axes of a contraction by kind, and merges them. `strided(axis)` returns the MergedAxis of one axis.
 template <typename Strided>
 AxesByKind axes_by_kind(const Contraction& axes, const std::vector<int64_t>& sizes, const Strided& strided) {
   AxesByKind all;
@@ -174,7 +175,8 @@ AxesByKind axes_by_kind(const Contraction& axes, const std::vector<int64_t>& siz
 
 bool has_scale_stride(const MergedAxis& axis) { return axis.lhs_scale != 0 || axis.rhs_scale != 0; }
 
-// Moves the longest of the outer axes into the product as its batch. A product with a bias or row scales has no batch.
+// Makes the longest of the outer axes the batch of the product, and removes it from `outer`. Does nothing for a product
+// with a bias or row scales, which has no batch.
 void take_batch(Gemm& gemm, std::vector<MergedAxis>& outer) {
   const auto longest = std::max_element(outer.begin(), outer.end(),
                                         [](const MergedAxis& a, const MergedAxis& b) { return a.size < b.size; });
@@ -187,8 +189,9 @@ void take_batch(Gemm& gemm, std::vector<MergedAxis>& outer) {
   outer.erase(longest);
 }
 
-// Emits the product once for each combination of indices along the outer axes. Indices of summed axes change fastest,
-// so the first product of each part of the result writes it, and the later ones accumulate.
+// Emits the product once for each combination of indices along the axes `free` and `summed`. Indices of summed axes
+// change fastest, so the first product for each part of the result writes the part, and the following products
+// accumulate.
 void emit_repeated(ProgramBuilder& builder, const Gemm& gemm, const std::vector<MergedAxis>& free,
                    const std::vector<MergedAxis>& summed) {
   std::vector<MergedAxis> outer = free;

@@ -36,9 +36,9 @@ TensorView row_major_view(BufferId buffer, const std::vector<int>& tensor_axes, 
 TensorView scales_view(const Contraction& axes, const std::vector<int>& operand_axes, BufferId buffer,
                        const std::vector<int64_t>& shape);
 
-// Emits out = lhs x rhs, where `sizes` has the length of each axis. With `accumulates` the product is added to the
-// contents of `out`. Otherwise `bias`, a view with strides along some axes of the result, may be added (kMissingBuffer
-// means no bias), but not to the product of scaled operands.
+// Emits out = lhs x rhs, where `sizes` has the length of each axis. With `accumulates`, the product is added to the
+// contents of `out`, and `bias` is ignored. Without, `bias` is added: a view with strides along some axes of the result
+// (kMissingBuffer: no bias). Products of scaled operands have no bias.
 //
 // Axes are of three kinds: free in lhs, free in rhs, summed. Adjacent axes of one kind are merged if every tensor
 // stores them like one longer axis. The innermost merged axis of each kind becomes the matrix dim m, n or k. Of the
@@ -49,9 +49,9 @@ TensorView scales_view(const Contraction& axes, const std::vector<int>& operand_
 //     2 of the 4 s        b and s do not merge (strides 32 and 8, 2 * 8 < 32): m = 2, n = 3, k = 8, a batch of 2 over b
 //     2 of the 4 s, bias  a Gemm with a bias has no batch: one Gemm with m = 2, n = 3, k = 8 for each of the 2 b
 //
-// If the chunk's last instruction is a Gemm that the new one continues with more rows or columns, the new one is merged
-// into it. A product of equal sizes at other offsets is merged as one more batch entry, unless rows have scales. So
-// consecutive blocks of many ranks become one product.
+// A new Gemm is merged into the chunk's last instruction if that is a Gemm to which the new one adds rows or columns. A
+// product of equal sizes at other offsets is merged as one more batch entry, unless rows have scales. So consecutive
+// blocks of many ranks become one product.
 void emit_gemms(ProgramBuilder& builder, const Contraction& axes, const std::vector<int64_t>& sizes,
                 const TensorView& lhs, const TensorView& rhs, const TensorView& out, bool accumulates,
                 const TensorView& bias = {}, const std::optional<ScaleViews>& scales = std::nullopt);

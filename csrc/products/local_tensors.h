@@ -1,4 +1,4 @@
-// The inputs and outputs of a rank's product program, computed without compiling it.
+// The shapes and dtypes of the inputs and outputs of a rank's product program, computed without compiling it.
 #pragma once
 
 #include <cstdint>

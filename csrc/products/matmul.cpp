@@ -13,7 +13,8 @@ namespace {
 
 constexpr const char* kMethodNames[] = {"serial", "ring", "collective", "flags"};
 
-// Returns the step that is chunked: a gather's last, a scatter's first; nullptr if the plan has no steps.
+// Returns the step that is chunked: the last step of a gather's plan, the first step of a scatter's plan. Returns
+// nullptr if the plan has no steps.
 const Step* chunked_step(const Matmul& matmul) {
   const Plan& plan = plan_of(matmul);
   if (plan.steps.empty()) return nullptr;
@@ -24,7 +25,7 @@ int64_t size_of_axis(const std::vector<int>& dims, const Layout& layout, int axi
   return layout.shape()[std::find(dims.begin(), dims.end(), axis) - dims.begin()];
 }
 
-// Checks that both tensors have the axis with the same size and the same cuts.
+// Throws UserError unless both tensors have the same size and the same cuts along an axis, which both have.
 void check_axis(int axis, const std::vector<int>& a_dims, const Layout& a, const std::vector<int>& b_dims,
                 const Layout& b) {
   const auto dim_in = [&](const std::vector<int>& dims) {
@@ -64,7 +65,7 @@ void check_operands(const Contraction& axes, const Layout& lhs, const Layout& rh
   }
 }
 
-// Checks that scales of the moved operand's rows are placed and moved like the rows.
+// Throws UserError unless the scales of the moved operand's rows are placed and moved like the rows.
 void check_scales(const GatherMatmul& matmul) {
   const Scaling& scaling = *matmul.scaling;
   std::vector<int> free_dims;
@@ -76,8 +77,9 @@ void check_scales(const GatherMatmul& matmul) {
     check_user(!product.has_bias, "bias must be absent with scaled operands, got one; add it to the result");
     free_dims = dims;
   }
-  check_user(scaling.by_row == scaling.plan.has_value(), "scales must have a plan if they are by row, else none, got ",
-             scaling.by_row ? "no plan for scales by row" : "a plan for scales by tensor");
+  check_user(scaling.by_row == scaling.plan.has_value(),
+             "scales must have a plan if there is one per row, and no plan if there is one per tensor, got ",
+             scaling.by_row ? "no plan for scales per row" : "a plan for one scale per tensor");
   if (!scaling.by_row) return;
   const auto check_match = [&](const Layout& scales, const Layout& operand) {
     bool fits = scales.dtype() == DType::kFloat32 && scales.mesh() == operand.mesh() &&
@@ -122,7 +124,7 @@ void check_tensors(const MatmulScatter& matmul) {
   }
 }
 
-// Checks the distances of a ring given by hand.
+// Throws UserError if the distances that the user chose are for another method than ring, or not each distance once.
 void check_distances(const Schedule& schedule, int64_t partners) {
   if (schedule.distances.empty()) return;
   check_user(schedule.method == Method::kRing, "chunks must be a number for method '", method_name(schedule.method),
@@ -139,7 +141,7 @@ void check_distances(const Schedule& schedule, int64_t partners) {
              " ranks, got ", chunks_text(schedule));
 }
 
-// Returns one tensor's part of operands_text: "0=6 1=5(0) float32; ".
+// Returns the text of one tensor in operands_text: "0=6 1=5(0) float32; ".
 std::string operand_text(const std::vector<int>& axes, const Layout& layout) {
   std::map<int, std::string> by_axis;
   for (int d = 0; d < layout.ndim(); ++d) {
@@ -227,13 +229,14 @@ std::optional<std::string> why_only_serial(const Matmul& matmul) {
   if (step == nullptr) return "nothing is moved";
   const bool gathers = std::holds_alternative<GatherMatmul>(matmul);
   const std::string where = gathers ? "the last step of the operand's plan" : "the first step of the result's plan";
-  const std::string what = concat(where, " is a ", step_op_name(step->op));
-  if (is_local(step->op)) return what + ", which moves nothing";
+  const std::string what = concat(where, " (", step_op_name(step->op), ")");
+  if (is_local(step->op)) return what + " moves nothing";
   const bool reduces = step->op == StepOp::kReduceScatter || step->op == StepOp::kAllReduce;
-  if (gathers && reduces) return what + ", whose sums must be complete before the product";
-  if (step->policy != ReplicaPolicy::kAligned) return what + " whose replicas share the sending";
-  if (step->rounds > 1) return what + " in rounds, to stay within a memory limit";
-  if (!gathers && reduces && plan_of(matmul).src.dtype().kind() != DTypeKind::kFloat) return what + " of integers";
+  if (gathers && reduces) return what + " reduces contributions, and must end before the product begins";
+  if (step->policy != ReplicaPolicy::kAligned) return what + " divides the sending among replicas";
+  if (step->rounds > 1) return what + " runs in rounds, to stay within a memory limit";
+  if (!gathers && reduces && plan_of(matmul).src.dtype().kind() != DTypeKind::kFloat)
+    return concat(what, " reduces ", plan_of(matmul).src.dtype().name(), ", and only floats are reduced in chunks");
   return std::nullopt;
 }
 

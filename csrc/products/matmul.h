@@ -1,11 +1,11 @@
 // Matrix products and a redistribute as one program: data moves in chunks, and some chunks are multiplied while others
 // are being sent.
 //
-// There are two kinds. A GatherMatmul moves an operand, and multiplies it by one or several others that do not move: a
-// gather of activations for a column-parallel layer, of a sharded weight, of a gradient along the summed axis. A
-// MatmulScatter sums one or several products and moves the result: a reduce-scatter or an all-reduce after a
-// row-parallel layer, or an exchange to another placement. The move is a plan, of which one step is chunked: the last
-// step of an operand's plan, the first step of a result's. The other steps run unchunked, before or after it.
+// There are two kinds. A GatherMatmul moves an operand, and multiplies it by one or several operands that do not move:
+// a gather of activations for a column-parallel layer, of a sharded weight, or of a gradient along the summed axis. A
+// MatmulScatter sums one or several products and moves the sum: a reduce-scatter or an all-reduce after a row-parallel
+// layer, or an exchange to another placement. The move is a plan, of which one step is chunked: the last step of an
+// operand's plan, the first step of a result's plan. The other steps run unchunked, before or after it.
 //
 // Chunks follow the data that ranks exchange, so parts may be uneven or empty, in any number of tensor dims:
 //
@@ -15,18 +15,18 @@
 //               cut.
 //   collective  Chunk j holds the j-th share of every part, moved by one all-gather, all-to-all, reduce-scatter or
 //               all-reduce.
-//   flags       For a gathered operand: one product of everything, which waits for a flag of each chunk. Parts are cut
-//               into `chunks` shares each, copied from the memory of peers. It needs a device whose product can wait
-//               for flags, and is never chosen unless it is requested (why_no_flags).
-//   serial      Everything is moved, then everything is multiplied, or the reverse.
+//   flags       For a gathered operand: one product of the full operand, which waits for a chunk's flag before it reads
+//               the chunk. Each part is cut into `chunks` shares, which are copied from the memory of peers. It needs a
+//               device whose product can wait for flags, and is never chosen unless it is requested (why_no_flags).
+//   serial      The full operand is moved, then multiplied; or the full result is computed, then moved.
 //
 // Operands of 8-bit floats are multiplied by scales, which are inputs too (Scaling). The moved operand's row scales are
 // sent before its chunks; the product of the rank's own part does not wait for them.
 //
 // At most `depth` transfers are in flight during a product. A gather starts transfers `depth` chunks ahead. A received
 // chunk is kept in a slot of one buffer until it is multiplied, so depth + 1 chunks exist at a time, unless the
-// gathered operand is kept. After a scatter has started a transfer, it waits for the one that it started `depth` chunks
-// before, so at most `depth` blocks are being sent while the next one is computed.
+// gathered operand is kept. After a scatter has started a transfer, it waits for the transfer that it started `depth`
+// chunks before, so at most `depth` blocks are being sent while the next block is computed.
 //
 // Sums over an axis that is cut into chunks are accumulated in float32 if the dtype has 16 bits.
 //
@@ -45,19 +45,20 @@
 
 namespace shardwright {
 
-enum class Method : uint8_t { kSerial, kRing, kCollective, kFlags };
+enum class Method : uint8_t { kSerial, kRing, kCollective, kFlags };  // described above
 
 const char* method_name(Method method);        // "serial", "ring", "collective" or "flags"
 Method parse_method(const std::string& name);  // throws UserError
 
-constexpr int64_t kMaxChunks = 4096;
-constexpr int64_t kMaxSmsLeft = 1024;
+constexpr int64_t kMaxChunks = 4096;   // also of the depth
+constexpr int64_t kMaxSmsLeft = 1024;  // of Schedule::sms_left
 
+// The method of a Matmul, and the chunks of its chunked step.
 struct Schedule {
   Method method = Method::kSerial;
   int64_t chunks = 1;
-  // For a ring given by hand: the distances of each chunk, in the order in which chunks are sent. Each distance from 1
-  // to num_partners() - 1 appears once. If empty, there are `chunks` chunks, nearest first.
+  // For a ring whose chunks the user chose: the distances of each chunk, in the order in which chunks are sent. Each
+  // distance from 1 to num_partners() - 1 appears once. If empty, there are `chunks` chunks, nearest first.
   std::vector<std::vector<int64_t>> distances = {};
   // The maximum number of transfers in flight during a product; 1 for serial. It may exceed the number of chunks.
   int64_t depth = 1;
@@ -82,9 +83,9 @@ struct Scaling {
 // the operands in the same order. Outputs: each product's result, then the gathered operand if it is kept.
 struct GatherMatmul {
   struct Product {
-    Contraction axes;       // lhs is the operand that moves
-    Layout other;           // on the same mesh
-    bool has_bias = false;  // along the last axis of the result
+    Contraction axes;       // lhs is the operand that moves, rhs the other operand
+    Layout other;           // of the other operand, on the same mesh
+    bool has_bias = false;  // true: a bias along the last axis of the result is added
   };
   Plan plan;
   std::vector<Product> products;
@@ -111,13 +112,14 @@ struct MatmulScatter {
 using Matmul = std::variant<GatherMatmul, MatmulScatter>;
 
 const Plan& plan_of(const Matmul& matmul);
-// Returns the size of the group of ranks that exchange data in the chunked step; 1 if the plan has no steps.
+// Returns the number of ranks that exchange data in the chunked step, this rank included; 1 if the plan has no steps.
 int64_t num_partners(const Matmul& matmul);
 
 // Returns all plans that the program executes: plan_of(matmul), then the plan of the scales if there is one.
 std::vector<const Plan*> plans_of(const Matmul& matmul);
 
-// Returns the reason why no step can be chunked, or nullopt if one can.
+// Returns the reason why the method must be serial: why the step that would be chunked cannot be. Returns nullopt if it
+// can be chunked. Example: "the last step of the operand's plan (slice) moves nothing".
 std::optional<std::string> why_only_serial(const Matmul& matmul);
 
 // Limits of PyTorch's product that waits for flags (torch.ops.symm_mem._async_input_mm).
@@ -130,7 +132,8 @@ constexpr int64_t kUnitOfFlaggedRows = 8;      // the elements of a row are a mu
 // device are checked when the program runs.
 std::optional<std::string> why_no_flags(const Matmul& matmul, int64_t shares);
 
-// True if the method may be a ring, whose chunks are messages. A chunked all-reduce is never sent as messages.
+// Returns true if the method may be a ring, whose chunks are messages: if there is a step to chunk, and it is not an
+// all-reduce, which is never sent as messages.
 bool has_ring(const Matmul& matmul);
 
 // Returns a schedule, without its method, as "chunks[:depth[:sms_left]]". Trailing fields with their defaults are left

@@ -29,7 +29,8 @@ std::string tuple_text(const std::vector<int64_t>& shape) {
   return concat("(", join(shape), shape.size() == 1 ? ",)" : ")");
 }
 
-// Makes the problem from arguments. Checks store the facts that later checks need, in the order of make().
+// Makes the problem from arguments. make() calls the checks in an order in which each finds the members that it reads
+// (scaled_by_, result_dtype_, dim_) already set.
 class ProblemMaker {
  public:
   explicit ProblemMaker(const ProductArguments& arguments) : given_(arguments), result_dtype_(arguments.x.dtype) {}
@@ -67,7 +68,8 @@ class ProblemMaker {
     return std::any_of(given_.scales.begin(), given_.scales.end(), [](const auto& scale) { return scale.has_value(); });
   }
 
-  // Checks scales and dtypes of scaled operands, and sets result_dtype_ and scaled_by_.
+  // Checks that scales are given for all operands or for none, and their shapes and dtypes. Sets result_dtype_ and
+  // scaled_by_.
   void check_scales() {
     const std::string names = is_gather() ? "weight_scales" : "weight_scale";
     if (!has_scales()) {
@@ -120,8 +122,9 @@ class ProblemMaker {
     }
   }
 
-  // Checks a scale and returns true if it has one value for each row of its operand. The number of dims decides, not
-  // the number of elements, because ranks hold different numbers of rows.
+  // Checks a scale. Returns true if it has one value for each row of its operand, false if it is one value. `k_dim` is
+  // the operand's summed dim. The number of dims decides, not the number of elements, because a rank may hold only one
+  // row.
   static bool check_is_by_row(const GivenTensor& scale, const GivenTensor& operand, size_t k_dim) {
     check_user(scale.dtype == DType::kFloat32 && scale.device == operand.device, scale.name,
                " must be torch.float32 on ", operand.device, ", got ", torch_name(scale.dtype), " on ", scale.device);
@@ -165,7 +168,8 @@ class ProblemMaker {
                " dims, got ", ndim());
   }
 
-  // Checks that a weight or bias is a plain tensor or a DTensor as x is, on the same mesh.
+  // Checks that a weight or bias is a plain tensor if x is one; otherwise, that it is a DTensor on the mesh of x with
+  // the dtype of x.
   void check_is_like_x(const GivenTensor& tensor) const {
     const GivenTensor& x = given_.x;
     if (!x.layout) {
@@ -311,8 +315,9 @@ class ProblemMaker {
     return given_.columns[j];
   }
 
-  // Returns the global length of a dim: the value of the argument, or the local length if there is one rank. Checks
-  // that torch.chunk gives this rank the local length of it.
+  // Returns the global length of a dim: the value of the argument named `argument`, or the local length if there is one
+  // rank. Checks that torch.chunk gives this rank a part of the local length. `meaning` describes the global length in
+  // messages.
   int64_t global_length(const std::optional<int64_t>& value, int64_t local_length, const char* argument,
                         const std::string& meaning) const {
     const int64_t ranks = given_.num_ranks;
@@ -328,7 +333,8 @@ class ProblemMaker {
     return length;
   }
 
-  // Returns the global length of a dim whose lengths on all ranks are given.
+  // Returns the global length of a dim whose lengths on all ranks are given: the sum of given_.sizes. Checks that this
+  // rank's size is the local length.
   int64_t sum_of_sizes(int64_t local_length) const {
     const auto ranks = static_cast<size_t>(given_.num_ranks);
     check_user(given_.sizes.size() == ranks, "size must have one length for each of ", ranks, " ranks, got ",

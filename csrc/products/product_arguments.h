@@ -19,13 +19,13 @@ struct GivenTensor {
   DType dtype = DType::kFloat32;
   std::string device;
   std::optional<Layout> layout = std::nullopt;  // DTensors only
-  bool is_transposed = false;                   // plain weights (k, n) only: it is the view of a contiguous (n, k)
+  bool is_transposed = false;                   // plain weights (k, n) only: true for a view of a contiguous (n, k)
 };
 
-// True if a matrix (k, n) with these strides is a view of a contiguous (n, k), such as `linear.weight.t()`. Such a view
-// is multiplied without a copy. Ranks may get different answers: users may transpose on some ranks only, and a matrix
-// with k = 1 has the same strides either way. So schedules and messages, on which ranks must agree, do not depend on
-// the answer, and debug modes compare operands_text (matmul.h), which does not either.
+// Returns true if a matrix (k, n) with these strides is a view of a contiguous (n, k), such as `linear.weight.t()`.
+// Such a view is multiplied without a copy. Ranks may get different results: users may transpose on some ranks only,
+// and a matrix with k = 1 has the same strides either way. So schedules and messages, on which ranks must agree, do not
+// depend on the result. Neither does operands_text (matmul.h), which debug modes compare.
 bool is_transposed(const std::vector<int64_t>& shape, const std::vector<int64_t>& strides);
 
 // The function that is called. x has the shape (..., k), the result (..., n).
@@ -53,11 +53,12 @@ struct ProductArguments {
 
   // For plain tensors: the global length of the sharded dim of x, which no rank can derive alone.
   std::optional<int64_t> size = std::nullopt;
-  std::vector<int64_t> sizes = {};  // the lengths of all ranks' parts, if torch.chunk would give others
+  std::vector<int64_t> sizes = {};  // by rank: the length of its part; empty: the lengths that torch.chunk gives
   std::vector<std::optional<int64_t>> columns = {};  // global number of columns, by weight
   int64_t rank = 0;
   int64_t num_ranks = 1;
-  // True if parts must have the sizes that torch.chunk gives. Debug modes check this on all ranks instead.
+  // True if this rank's parts must have the given or torch.chunk's lengths, otherwise problem_of throws. Debug modes
+  // set it to false, because they check the parts of all ranks at once.
   bool checks_parts = true;
 };
 

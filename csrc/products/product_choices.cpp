@@ -11,7 +11,7 @@
 namespace shardwright {
 namespace {
 
-using AxisOptions = std::vector<std::string>;  // for each mesh dim, the axes to try: "-sn"
+using AxisOptions = std::vector<std::string>;  // by mesh dim: the axes to try, as letters, and kNoAxis: "-sn"
 
 // Returns, for each mesh dim, no cut and the axes along which operand, first weight and first result are cut there.
 AxisOptions options_of(const ProductProblem& problem, const AxisLetters& letters) {
@@ -32,7 +32,8 @@ AxisOptions options_of(const ProductProblem& problem, const AxisLetters& letters
   return options;
 }
 
-// Advances to the next choice, with the last mesh dim changing fastest. Returns false after the last choice.
+// Advances `choice`, for each mesh dim an index into its options, to the next combination; the last mesh dim changes
+// fastest. Returns false after the last combination.
 bool advance(std::vector<size_t>& choice, const AxisOptions& options) {
   for (size_t d = choice.size(); d-- > 0;) {
     if (++choice[d] < options[d].size()) return true;
@@ -41,7 +42,7 @@ bool advance(std::vector<size_t>& choice, const AxisOptions& options) {
   return false;
 }
 
-// Returns the time of the product on the rank with the largest parts.
+// Returns the predicted picoseconds of the first product on the rank with the largest parts.
 int64_t product_ps(const ProductProblem& problem, const AxisLetters& letters, const AxisCuts& cuts,
                    const ProductContext& context) {
   AxisSizes sizes = sizes_of(letters.weight, problem.weights[0]);
@@ -60,7 +61,8 @@ int64_t product_ps(const ProductProblem& problem, const AxisLetters& letters, co
   return context.gemm_model(dtype).picoseconds(m, n, k, 1, dtype.size_bytes());
 }
 
-// Returns the time of the product, of the moves of both operands before it, and of the result's move after it.
+// Returns the predicted picoseconds of the first product, of the moves of both operands before it, and of the result's
+// move after it.
 int64_t predicted_ps(const ProductProblem& problem, const AxisCuts& cuts, const MovePlanner& planner) {
   const AxisLetters letters = AxisLetters::parse(problem.axes[0]);
   const auto& [operand, weight, result] = letters;

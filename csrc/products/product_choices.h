@@ -24,8 +24,9 @@ class MovePlanner {
 };
 
 // Returns the cuts with the least predicted time for the product and for all moves of the operand, the first weight and
-// the first result. Along each mesh dim it tries no cut, and each axis along which one of these tensors is cut there.
-// Of candidates with equal times the first one tried wins; later mesh dims change faster.
+// the first result. The candidates are all combinations of: along each mesh dim, no cut or an axis that the mesh dim
+// cuts in one of these three tensors. Of candidates with equal times, the first one tried is returned; the last mesh
+// dim changes fastest.
 //
 //   "bsk,nk->bsn" on (dp, tp), operand [S(0), S(1)], weight [R, S(0)], result [S(0), S(2)]:
 //     along dp: no cut, or b (operand and result); along tp: no cut, s (operand), or n (weight and result)
@@ -33,12 +34,12 @@ class MovePlanner {
 AxisCuts choose_cuts(const ProductProblem& problem, const MovePlanner& planner);
 
 // Returns the schedule that is predicted to be fastest among those that the request allows. If nothing moves between
-// ranks, the request's method and chunks are ignored. If the request cannot be met, throws UserError with
-// `is_request_binding`; otherwise only the requested depth is kept.
+// ranks, the request's method and chunks are ignored. If the product cannot meet the request, throws UserError with
+// `is_request_binding`; without, ignores the requested method and chunks but not the depth.
 Schedule choose_schedule(const Matmul& matmul, const ScheduleRequest& request, const GemmModel& model,
                          bool is_request_binding);
 
-// True if the product's plan moves anything between ranks.
+// Returns true if the matmul's plan moves anything between ranks.
 bool communicates(const Matmul& matmul);
 
 }  // namespace shardwright

@@ -9,8 +9,8 @@ namespace {
 
 struct Tensor {
   std::string name;      // "x", "w", "y1"
-  const Layout& layout;  // as given or requested
-  const Layout& during;  // while the product computes
+  const Layout& layout;  // of the given operand or weight, or of the requested result
+  const Layout& during;  // of the tensor while the product computes
 };
 
 std::vector<Tensor> tensors_of(const ProductPlan& plan) {

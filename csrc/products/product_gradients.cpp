@@ -6,8 +6,8 @@
 
 namespace shardwright {
 
-// Builds one backward, in execution order: gradients of biases, gradients that share one gather of the result's
-// gradient, then the missing gradients of the operand and the weights.
+// Builds one backward, in execution order: gradients of biases; gradients whose products share one gather of the
+// result's gradient; then the gradients of the operand and the weights that are not computed yet.
 class ProductPlan::Backward {
  public:
   Backward(const ProductPlan& plan, const GradientRequest& request, const MovePlanner& planner)
@@ -50,7 +50,8 @@ class ProductPlan::Backward {
 
   std::string name(const char* what, size_t j) const { return numbered(what, j, count_); }
 
-  // Return the contractions of result j's gradient and another tensor to the gradient of the operand or the weight.
+  // Return the contractions of the gradient of result j with weight j to the gradient of the operand, and with the
+  // operand to the gradient of weight j.
   Contraction to_operand(size_t j) const {
     const auto& [operand, weight, result] = plan_.letters_[j];
     return Contraction::parse(result + "," + weight + "->" + operand);
@@ -65,11 +66,11 @@ class ProductPlan::Backward {
     return Contraction::parse(operand + "," + result + "->" + weight);
   }
 
-  // Moves a weight's gradient to its layout as an output, and returns it.
+  // Moves the gradient of weight j to the layout in which the backward returns it. Returns the moved value.
   int move_weight_gradient(size_t j, int gradient) { return flow_.move(gradient, without_sums(problem_.weights[j])); }
 
-  // Returns the gradient of bias j: the sum of the result's gradient over all dims but the last. Ranks sum their parts,
-  // so mesh dims that shard the other dims leave a pending sum, which is then moved to the bias's layout.
+  // Appends the gradient of bias j: the sum of the gradient of result j over all dims but the last. Each rank sums its
+  // part, so mesh dims that shard a summed dim leave a pending sum, which is then moved to the layout of the bias.
   int bias_gradient(size_t j) {
     int dy = gradients_[j];
     const std::vector<Placement>& dy_placements = flow_.layout(dy).placements();
@@ -89,7 +90,8 @@ class ProductPlan::Backward {
     return flow_.move(sum, without_sums(*problem_.biases[j]));
   }
 
-  // True if there is only one result and its gradient can move in chunks while a product that needs it runs.
+  // Returns true if there is only one result, and its gradient must move and can be gathered in chunks while a product
+  // that needs it runs.
   bool gathers_gradient() const {
     const Layout& gradient = request_.given[0];
     if (count_ != 1 || gradient == layouts_.results[0] || !(request_.operand || request_.weights[0])) return false;
@@ -130,8 +132,8 @@ class ProductPlan::Backward {
     operand_gradient_ = flow_.move(sum, layouts_.operand_out);
   }
 
-  // Returns the operand's gradient. Its product overlaps with the weight's move if nothing else moves, else with the
-  // move of the gradient itself.
+  // Appends the gradient of the operand. Its product overlaps with the move of the weight if only that must move, else
+  // with the move of the gradient itself.
   int operand_gradient() {
     const Layout& target = layouts_.operand_out;
     const bool weight_is_in_place = problem_.weights[0] == plan_.layouts_.weights[0];
@@ -152,8 +154,8 @@ class ProductPlan::Backward {
     return flow_.multiply(std::move(scatter), std::move(inputs), {{"dx", target}})[0];
   }
 
-  // Computes the requested weight gradients that gather_gradient did not. Each product overlaps with the move of its
-  // result if the operand is in place; otherwise all of them share the gather of the operand.
+  // Appends the requested weight gradients that gather_gradient did not append. If the operand is in place, each
+  // product overlaps with the move of its result; otherwise all products share the gather of the operand.
   void add_missing_weight_gradients() {
     std::vector<size_t> missing;
     for (size_t j = 0; j < count_; ++j) {

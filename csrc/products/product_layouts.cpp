@@ -7,7 +7,8 @@
 namespace shardwright {
 namespace {
 
-// Returns `given` if the two layouts are equal. Its placements may be written differently.
+// Returns `given` if the two layouts are equal, else `derived`. Equal layouts may be written with different placements;
+// this keeps the placements of `given`.
 Layout reuse_if_equal(const Layout& given, Layout derived) { return given == derived ? given : std::move(derived); }
 
 // Returns the shard order of a tensor whose i-th dim is the layout's dim dims[i].

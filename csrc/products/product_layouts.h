@@ -27,13 +27,13 @@ class AxisLayouts {
   // The letters and layouts of tensors that already exist.
   using Known = std::vector<std::pair<std::string, Layout>>;
 
-  // Derives how each axis in `cuts` is cut, from the first tensor in `known` that is sharded along this axis by exactly
-  // the mesh dims in `cuts`: in its order of mesh dims, and with its rules if one of them is neither chunks nor
-  // strided. Without such a tensor, the axis is cut into chunks, in mesh order.
+  // Cuts each axis in `cuts` as the first tensor in `known` does that is sharded along this axis by exactly the mesh
+  // dims that `cuts` has for it: in the tensor's order of mesh dims, and with its cut rules if one of them is neither
+  // chunks nor strided. Without such a tensor, the axis is cut into chunks, in mesh order.
   AxisLayouts(MeshPtr mesh, AxisCuts cuts, const Known& known);
 
-  // Returns the layout of a tensor. For a result, `operands` has the axes of its operands: each cut axis that is among
-  // them but not in the result leaves a pending sum.
+  // Returns the layout of a tensor whose dims are `letters`. For a result, `operands` has the letters of both operands:
+  // each cut axis that is in `operands` but not in `letters` leaves a pending sum.
   Layout layout(const std::string& letters, const AxisSizes& sizes, const DType& dtype,
                 const std::string& operands = "") const;
 
@@ -71,14 +71,14 @@ Layout with_dims(const Layout& layout, const std::vector<int>& dims, const DType
 //   R, S(0)           k           S(0), S(0)        m             S(1), R           none
 AxisCuts cuts_in_place(const std::string& axes, const Layout& operand, const Layout& weight);
 
-// Returns the result's placements for the cuts of cuts_in_place(): sharded where a free axis is cut, P(sum) where a
-// summed axis is cut, else R.
+// Returns the result's placements for the cuts of cuts_in_place(): along each mesh dim, sharded if a free axis is cut,
+// P(sum) if a summed axis is cut, else R.
 std::vector<Placement> placements_in_place(const std::string& axes, const Layout& operand, const Layout& weight);
 
 // The layouts of gradients.
 struct GradientLayouts {
-  // The gradients of operand and weights as products compute them. Sums are pending along mesh dims that cut an axis
-  // that the tensor lacks.
+  // The gradients of the operand and of each weight as products compute them. Sums are pending along mesh dims that cut
+  // an axis that the operand or weight lacks.
   Layout operand;
   std::vector<Layout> weights;
   // The gradients of the results, as inputs of the backward's products.

@@ -2,12 +2,13 @@
 // the move that overlaps with the product, and the gradients.
 //
 // The cuts (product_layouts.h) determine the layouts of operand, weights and results while the product computes. These
-// determine the moves before and after it. The longest of the moves that can be chunked is chunked and overlaps with
-// the product (matmul.h); the tensor that it moves is the *lead*. The other moves are separate redistributes.
+// layouts determine the moves before and after the product. Of the moves that can be chunked, the one that takes
+// longest is chunked and overlaps with the product (matmul.h); the tensor that it moves is the *lead*. The other moves
+// are separate redistributes.
 //
-// The backward keeps the cuts. A gradient of a result that must be gathered is gathered once for both products that
-// need it. Sums of the operand's gradient are scattered while their product runs. An operand that was gathered is
-// gathered again while the product for the weight's gradient runs, unless it was kept.
+// The backward keeps the cuts. If the gradient of a result must be gathered, it is gathered once for both products that
+// need it. Sums of the operand's gradient are scattered while their product runs. If the forward gathered the operand,
+// the operand is gathered again while the product for the weight's gradient runs, unless the gathered operand was kept.
 //
 //   "mk,kn->mn" over 4 ranks, x [S(0)], w [S(1)], y [S(1)]: the cut is n, and the lead is x, whose rows are gathered.
 //     forward    y = move x to [R], times w
@@ -30,7 +31,7 @@ enum class Lead : uint8_t { kOperand, kWeight, kResult };
 
 const char* lead_name(Lead lead);  // "operand", "weight" or "result"
 
-// Returns `name` if there is one product, else the name and the product's index: "w1".
+// Returns the name of a tensor of product `index`: `name` if there is only one product, else with the index: "w1".
 std::string numbered(const char* name, size_t index, size_t num_products);
 
 // The inputs of a backward, and the gradients that it computes.
@@ -57,7 +58,8 @@ class ProductPlan {
   Lead lead() const { return lead_; }
   // The layouts while the product computes.
   const ProductLayouts& layouts() const { return layouts_; }
-  // True if the forward also returns the gathered operand, which the backward then takes instead of the operand.
+  // Returns true if the forward also returns the gathered operand, which the backward then takes instead of the
+  // operand: if the problem asks for it and has no scales, and the operand is the lead and must move.
   bool keeps_gathered() const;
 
   // Inputs: the operand, the weights, the biases that exist, the scales of operand and weights. Outputs: the results,
@@ -79,7 +81,7 @@ class ProductPlan {
   // and more), in the layout `layout`.
   Layout row_scales_layout(size_t tensor, const Layout& layout) const;
 
-  // Describe the layouts, the forward, and the backward with all gradients.
+  // Return the layouts, the forward, and the backward with all gradients, as text and as JSON.
   std::string to_string(PlanCache& cache) const;
   std::string to_json(PlanCache& cache) const;
 
@@ -87,10 +89,10 @@ class ProductPlan {
   class Forward;
   class Backward;
 
-  // True if the forward's product adds bias j itself.
+  // Returns true if the forward's product adds bias j itself; otherwise a BiasNode adds it.
   bool fuses_bias(size_t j) const;
-  Layout bias_layout(size_t j) const;  // of the bias when it is added
-  // Return the scaling, and the product with its overlapped move, that the forward has with this lead.
+  Layout bias_layout(size_t j) const;  // of bias j when it is added
+  // Return the scaling, and the Matmul, that the forward has with this lead.
   std::optional<Scaling> scaling_of(Lead lead, const MovePlanner& planner) const;
   Matmul forward_matmul(Lead lead, const MovePlanner& planner) const;
   Lead choose_lead(const MovePlanner& planner) const;

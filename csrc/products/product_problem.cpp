@@ -17,7 +17,7 @@ std::map<char, int64_t> sizes_of(const std::string& letters, const Layout& layou
   return sizes;
 }
 
-// Checks that the tensors of the j-th product have equal sizes along common axes.
+// Throws UserError unless the tensors of product j, its bias included, have equal sizes along common axes.
 void check_sizes(const ProductProblem& problem, size_t j, const AxisLetters& letters) {
   const std::string weight_name = concat("weights[", j, "]");
   std::map<char, int64_t> sizes = sizes_of(letters.weight, problem.weights[j], weight_name);

@@ -27,11 +27,12 @@ struct AxisLetters {
   static AxisLetters parse(const std::string& axes);
 };
 
-// For each mesh dim, the axis that is sharded along it while the product is computed, or kNoAxis; for example "b-n".
+// By mesh dim: the letter of the axis that is sharded along it while the product is computed, or kNoAxis. With "b-n",
+// mesh dim 0 shards axis b, mesh dim 1 no axis, mesh dim 2 axis n.
 using AxisCuts = std::string;
 constexpr char kNoAxis = '-';
 
-// Operands of 8-bit floats have one scale each, or one scale for each row.
+// The scales of operands of 8-bit floats: none (other dtypes), one scale per operand, or one scale per row.
 enum class ScaledBy : uint8_t { kNothing, kTensor, kRow };
 
 const char* scaled_by_name(ScaledBy scaled_by);     // "", "tensor" or "row"
@@ -41,7 +42,7 @@ ScaledBy parse_scaled_by(const std::string& name);  // throws UserError
 struct ScheduleRequest {
   std::optional<Method> method = std::nullopt;
   std::optional<int64_t> chunks = std::nullopt;
-  // The distances of a ring given by hand, as in Schedule.
+  // The distances of each chunk of a ring, as in Schedule.
   std::vector<std::vector<int64_t>> distances = {};
   std::optional<int64_t> depth = std::nullopt;
 
@@ -76,7 +77,8 @@ struct ProductProblem {
   // The default is the cuts with the least predicted time.
   std::optional<AxisCuts> cuts = std::nullopt;
   ScaledBy scaled_by = ScaledBy::kNothing;
-  // For scales by row, of operand and weights: the layouts of scales that are not placed like their operand's rows.
+  // Empty, or for scales by row: the layout of the operand's scales, then of each weight's. nullopt: the scales are
+  // placed like the rows that they scale.
   std::vector<std::optional<Layout>> scales = {};
   // True if the gathered operand is kept for the backward.
   bool keeps_gathered = false;

@@ -66,8 +66,8 @@ class ScatterCompiler {
   }
 
   // Computes a block of this rank's result: the addend plus all products. Writes it to a row-major tensor of this
-  // shape, which begins at `offset` of the buffer; `out_offsets` selects the offsets of the block's parts in the
-  // tensor. A part's offsets in the rank's full result are Part::in_sender.
+  // shape, which begins at `offset` of the buffer. `out_offsets` is the member of Selection::Part with the offsets of a
+  // part in this tensor; Part::in_sender has its offsets in the rank's full result.
   void multiply(const Selection& block, BufferId buffer, int64_t offset,
                 std::vector<int64_t> Selection::Part::* out_offsets, const std::vector<int64_t>& shape) {
     if (block.count() == 0) return;
@@ -128,7 +128,7 @@ class ScatterCompiler {
 
   // ---- reduce-scatters and moves of data
 
-  // A function that emits the Wait for the transfer of one chunk and copies the received data into the result.
+  // A function that emits the Wait for the transfer of one chunk, and the copies of received data into the result.
   using Finish = std::function<void()>;
 
   // Multiplies and sends in chunks, for a step other than an all-reduce. Writes the rank's part after the step to the
@@ -203,7 +203,8 @@ class ScatterCompiler {
     return start_and_unpack(std::move(set), TransferMethod::kMessages);
   }
 
-  // Adds a message whose content is computed directly in its staging memory.
+  // Adds a message to `sends`, whose elements will be computed directly in its staging memory, and its block to
+  // `blocks`.
   static void add_product(Messages& sends, std::vector<Selection>& blocks, int64_t target, const Selection& block) {
     sends.add(target, {{kMissingBuffer, block.slice(0, block.count())}});
     blocks.push_back(block);
@@ -217,6 +218,7 @@ class ScatterCompiler {
     }
   }
 
+  // Starts the transfer of a chunk. The returned function waits for it and unpacks the received messages.
   Finish start_and_unpack(TransferSet set, TransferMethod transfer_method) {
     const Ticket ticket = start(b_, set, transfer_method);
     return [this, ticket, receives = std::move(set.receives)] {

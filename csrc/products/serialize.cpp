@@ -14,7 +14,7 @@ namespace {
 constexpr std::string_view kMatmulKind = "matmul";
 constexpr std::string_view kProblemKind = "product";
 
-// Chunks of a ring given by hand.
+// Schedule::distances: by chunk of a ring, the distances of its peers.
 using Distances = std::vector<std::vector<int64_t>>;
 
 void write(Writer& out, const Distances& distances) {

@@ -10,21 +10,22 @@
 
 namespace shardwright {
 
-// Equal problems give equal bytes in every process, and different ones different bytes, so caches of graphs can compare
-// their text. Reading throws UserError if the bytes are damaged, of another version, or describe a problem that `check`
-// refuses.
+// Equal problems have equal bytes in every process, and different problems have different bytes, so caches of graphs
+// can compare the text of problems. Reading throws UserError if the bytes are damaged, of another version, or describe
+// a problem that `check` rejects.
 std::string to_bytes(const ProductProblem& problem);
 ProductProblem product_problem_from_bytes(std::string_view bytes);
 
 std::string to_bytes(const Matmul& matmul, const Schedule& schedule);
 std::pair<Matmul, Schedule> matmul_from_bytes(std::string_view bytes);
 
-// True if these are the bytes of a matmul, not of a plan.
+// Returns true if to_bytes(matmul, schedule) wrote these bytes, false for the bytes of plans and problems.
 bool is_matmul(std::string_view bytes);
 
-// "bsk,nk->bsn|base64"
+// Returns the axes of the first product, and the bytes in base64: "bsk,nk->bsn|base64".
 std::string to_text(const ProductProblem& problem);
-// "gather bsk,nk->bsn|base64"
+// Returns the kind of matmul, the axes of its first product (Contraction::to_string) and the bytes in base64:
+// "gather abc,dc->abd|base64".
 std::string to_text(const Matmul& matmul, const Schedule& schedule);
 
 }  // namespace shardwright

@@ -29,8 +29,9 @@ std::vector<int> host_predecessors(const Program& program) {
   return predecessors;
 }
 
-// Predicts one program. Each lane has an end so far: compute_end_ and communication_end_. Each step places the next
-// instruction of one lane, whichever starts earlier, and advances this lane's end.
+// Predicts one program. Instructions are placed one by one on their lanes. compute_end_ and communication_end_ are the
+// ends of the instructions placed so far. The instruction placed next is the next one of either lane, whichever starts
+// earlier.
 class Clock {
  public:
   Clock(const Program& program, const Topology& topology, const Mesh& mesh, const GemmModel& model)
@@ -54,7 +55,8 @@ class Clock {
     }
   }
 
-  // Places instructions by ascending start. So whatever still runs when an instruction starts is already placed.
+  // Places all instructions by ascending start. So all instructions that still run when an instruction starts are
+  // already placed.
   Timeline run() {
     size_t step = 0;
     size_t transfer = 0;
@@ -78,7 +80,8 @@ class Clock {
     bool leaves_processors = false;
   };
 
-  // True if `transfer` is placed before `step`. They are the next instructions of the communication and compute lanes.
+  // Returns true if `transfer`, the next instruction of the communication lane, is placed before `step`, the next
+  // instruction of the compute lane.
   bool is_transfer_next(int transfer, int step) const {
     if (predecessors_[transfer] >= step) return false;
     const Operation& operation = program_.instructions[step].operation;
@@ -125,6 +128,7 @@ class Clock {
     timeline_.spans.push_back({true, index, start, communication_end_});
   }
 
+  // Places the next instruction of the compute lane.
   void schedule_compute(int index) {
     const int64_t start = compute_end_;
     const auto place = [&](int64_t duration) {
@@ -276,7 +280,7 @@ class Clock {
   std::vector<int64_t> ends_;             // by instruction, once it is placed; in picoseconds, like all times here
   int64_t compute_end_ = 0;
   int64_t communication_end_ = 0;
-  int64_t fetch_begin_ = 0;  // of the last fetch
+  int64_t fetch_begin_ = 0;  // start of the last Fetch
   Product last_product_;
   Timeline timeline_;
 };

@@ -51,12 +51,13 @@ struct Span {
 };
 
 struct Timeline {
-  std::vector<Span> spans;  // of all instructions except Waits
-  int64_t total_ps = 0;
+  std::vector<Span> spans;       // of all instructions except Waits
+  int64_t total_ps = 0;          // end of the last instruction
   int64_t communication_ps = 0;  // sum over all transfers, each at full speed
   int64_t gemm_ps = 0;           // sum over all products, without contention
 };
 
+// Predicts the program of one rank for a plan. Uses the plan's topology and source mesh.
 Timeline predict(const Program& program, const Plan& plan, const GemmModel& model);
 // Predicts a program whose groups are on this mesh.
 Timeline predict(const Program& program, const Topology& topology, const Mesh& mesh, const GemmModel& model);
@@ -64,16 +65,17 @@ Timeline predict(const Program& program, const Topology& topology, const Mesh& m
 // Predicts the program of position 0, which has at least as much to do as any other rank.
 Timeline predict(const Matmul& matmul, const Schedule& schedule, const GemmModel& model);
 
+// A schedule and its predicted time.
 struct Prediction {
   Schedule schedule;
   int64_t total_ps = 0;
 };
 
-// The depths compared are 1, this one, and the number of chunks.
+// predictions() compares the depths 1, kUsualDepth, and the number of chunks.
 constexpr int64_t kUsualDepth = 3;
-// A larger depth, or leaving processors to transfers, is chosen if it saves more than this share of the time.
+// A larger depth, or leaving processors to transfers, is chosen if it saves more than this percentage of the time.
 constexpr int64_t kLeastTuningPercent = 1;
-// A schedule other than serial is chosen if it saves at least this share of the time.
+// A schedule other than serial is chosen if it saves at least this percentage of the time of serial.
 constexpr int64_t kLeastGainPercent = 2;
 
 // Returns the schedules to compare, with their predictions: serial first, then collectives and rings of 1, 2, 4, 8, W
@@ -83,7 +85,7 @@ constexpr int64_t kLeastGainPercent = 2;
 // Each schedule has the depth, and on devices the number of processors left to transfers, that is predicted to be
 // fastest. A given `depth` is used unchanged. Otherwise two rules limit the depth:
 //
-//   - A depth of all chunks must not need more memory than serial, or than depth 1 if that needs more.
+//   - A depth above kUsualDepth must not need more memory than serial, or than depth 1 if depth 1 needs more.
 //   - Rings of more than two ranks on hosts keep depth 1. Concurrent messages to several ranks share a link, so the
 //     first of them are received later than predicted.
 std::vector<Prediction> predictions(const Matmul& matmul, const GemmModel& model,

@@ -1,4 +1,4 @@
-// A product as written on a command line, and the problem that it describes.
+// A product as a user writes it on a command line, and the problem that it describes.
 #pragma once
 
 #include <string>

@@ -650,6 +650,9 @@ TEST(Overlap, RejectsInvalidProducts) {
             std::string::npos);
   const Matmul still = GatherMatmul{make_plan(x, x, {}), {{Contraction::parse("mk,nk->mn"), w, false}}, false};
   EXPECT_NE(message(still, {Method::kRing, 2}).find("nothing is moved"), std::string::npos);
+  const Matmul sliced = GatherMatmul{make_plan(whole, x, {}), {{Contraction::parse("mk,nk->mn"), w, false}}, false};
+  EXPECT_EQ(message(sliced, {Method::kRing, 2}),
+            "method must be 'serial', got 'ring': the last step of the operand's plan (slice) moves nothing");
   for (const char* axes : {"mk", "mk,kn", "mm,mn->n", "mk,kn->mkn", "mk,n->mn", "m1,n1->mn"}) {
     EXPECT_THROW(Contraction::parse(axes), UserError) << axes;
   }
