@@ -11,7 +11,7 @@ std::vector<ActivationGather> plan_activations(const std::vector<Use>& uses, con
   std::vector<ActivationGather> gathers;
   for (int k = 0; k < static_cast<int>(activations.size()); ++k) {
     const Activation& a = activations[k];
-    int begin = a.first;  // first use of the backward, but after the activation is saved
+    int begin = a.first;  // first use of the backward that needs the activation, but after the use that saves it
     while (begin - 1 > a.saved && uses[begin - 1].pass != Pass::kForward) --begin;
     // The gather starts in the turn of activation `trigger` if that is in the same backward, else before the backward.
     const int trigger = k - static_cast<int>(ahead);

@@ -29,7 +29,8 @@ int64_t smallest_gap(const std::vector<std::pair<int64_t, int64_t>>& taken, int6
   return offset >= 0 ? offset : end;
 }
 
-// Places buffers one by one in this order, each in the smallest gap that holds it. `sizes` are aligned.
+// Places buffers one by one in this order, each in the smallest gap that holds it. `sizes` are the aligned bytes of the
+// buffers. Does not set live_bytes.
 ArenaLayout best_fit(const std::vector<Lifetime>& buffers, const std::vector<int64_t>& sizes,
                      const std::vector<size_t>& order) {
   ArenaLayout layout;

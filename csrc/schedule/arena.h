@@ -6,7 +6,8 @@
 
 namespace shardwright {
 
-// A buffer that exists during the events first, ..., last. Events are consecutive numbers; a schedule has one per use.
+// The lifetime and size of a buffer, which exists during the events first, ..., last. An event is a point in time,
+// given as an integer; the events of a schedule are its uses.
 struct Lifetime {
   int64_t first = 0;
   int64_t last = 0;
@@ -22,10 +23,11 @@ struct ArenaLayout {
 // Returns the addresses of buffers. Buffers that share an event do not overlap. Sizes are rounded up to multiples of
 // `alignment_bytes`, a power of two, so offsets are multiples of it too. The layout depends on the arguments alone.
 //
-// Finding the smallest arena is NP-hard. Four orders are tried: largest first, longest-lived first, most bytes times
-// events first, earliest first. In each order, a buffer is placed in the smallest gap that holds it between the placed
-// buffers with which it shares an event. If all buffers have one size, the arena is the smallest possible: in the
-// earliest-first order, a buffer gets a new place only if all places so far are occupied.
+// Finding the smallest arena is NP-hard. Buffers are placed one by one in four orders, of which the smallest arena is
+// taken: largest first, longest-lived first, most bytes times events first, earliest first. A buffer is placed in the
+// smallest gap that holds it between the placed buffers with which it shares an event. If all buffers have one size,
+// the arena is the smallest possible: in the earliest-first order, a buffer gets a new place only if all places so far
+// are occupied.
 //
 //   a, events 0 to 1, 4 bytes; b, events 1 to 2, 2 bytes; c, events 2 to 3, 4 bytes. Earliest first:
 //     a is placed at 0

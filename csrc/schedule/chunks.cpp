@@ -89,8 +89,9 @@ class Chunking {
     return last;
   }
 
-  // Returns true if the chunked weight may be gathered in uses first, ..., last. With `in_backwards`, its backward may
-  // directly follow the forward, but not a recomputation, which has already gathered the weight.
+  // Returns true if the weight may be gathered in chunks for the uses first, ..., last of one pass: for a forward, or
+  // with `in_backwards` also for a backward, unless the use before or after them has the weight gathered already. With
+  // `in_backwards`, only a recomputation does.
   bool may_gather(const ChunkedWeight& chunked, int first, int last) const {
     const Pass pass = uses_[first].pass;
     if (pass != Pass::kForward && (pass != Pass::kBackward || !chunked.in_backwards)) return false;
@@ -113,7 +114,7 @@ class Chunking {
     std::vector<Use> uses = uses_;
     ScheduleOptions options = options_.schedule;
     int64_t chunk_bytes = 0;
-    int64_t added_bytes = 0;  // by which gradients are larger if they are reduced in chunks
+    int64_t added_bytes = 0;  // most bytes by which a gradient is larger if it is reduced in chunks
     for (int f = 0; f < static_cast<int>(chunked_weights_.size()); ++f) {
       const ChunkedWeight& chunked = chunked_weights_[f];
       const auto chunked_index = static_cast<int>(weights.size());
@@ -143,7 +144,8 @@ class Chunking {
                                      : make_schedule(std::move(weights), std::move(uses), options);
   }
 
-  // Returns plan_with(chosen), or nullopt on UserError. Rethrows the error if there are no candidates.
+  // Returns plan_with(chosen), or nullopt if that throws UserError. If there are no candidates at all, throws the
+  // error.
   std::optional<StepSchedule> try_plan_with(const std::set<Candidate>& chosen) const {
     try {
       return plan_with(chosen);
@@ -166,7 +168,8 @@ class Chunking {
                : plan_with({});  // throws the error of the plan without chunks
   }
 
-  // Returns the candidates that delay compute, each with its delay, longest first; at most kMostUsesTried.
+  // Returns pairs of the time in picoseconds that compute waits for a candidate in this schedule, and the candidate:
+  // those with a wait, longest wait first, at most kMostUsesTried.
   std::vector<std::pair<int64_t, Candidate>> candidates_by_wait(const StepSchedule& s) const {
     const StepLanes lanes = predict(s);
     std::vector<std::pair<int64_t, Candidate>> waits;
@@ -180,8 +183,8 @@ class Chunking {
     return waits;
   }
 
-  // Returns the time that compute waits for a candidate's gather, without delays by earlier transfers. Returns 0 if the
-  // schedule does not have the gather.
+  // Returns the time that compute waits for a candidate's gather: at most the duration of the gather, so that delays by
+  // earlier transfers do not count. Returns 0 if the schedule does not have the gather.
   int64_t wait_before(const StepSchedule& s, const StepLanes& lanes, const Candidate& candidate) const {
     const auto is_gather_of_candidate = [&](const Gather& g) {
       return g.needed == candidate.use && g.weight == chunked_weights_[candidate.chunked].weight;
@@ -192,7 +195,8 @@ class Chunking {
                     weights_[chunked_weights_[candidate.chunked].weight].gather_ps);
   }
 
-  // Returns the time that compute waits for a candidate's reduction, without delays by earlier transfers.
+  // Returns the time that compute waits for a candidate's reduction, at most the duration of the reduction. Returns 0
+  // if the schedule does not have the reduction.
   int64_t wait_after(const StepSchedule& s, const StepLanes& lanes, const Candidate& candidate) const {
     for (size_t r = 0; r < s.reductions.size(); ++r) {
       if (s.reductions[r].start != candidate.last ||
@@ -204,7 +208,7 @@ class Chunking {
     return 0;
   }
 
-  // Returns true if no weight is resident both with and without chunks at the same use.
+  // Returns true if at no use both a chunked weight and its original are resident.
   bool holds_each_weight_once(const StepSchedule& s) const {
     for (const WeightBuffer& chunked : s.buffers) {
       const int weight = s.weights[chunked.weight].original;

@@ -58,12 +58,12 @@ std::string names(const StepSchedule& s, const std::vector<int>& weights) {
 }
 
 // Returns the indices of the reductions that start after a use and are not in chunks.
-std::vector<int> reduced_whole_after(const StepSchedule& s, int use) {
+std::vector<int> unchunked_reductions_after(const StepSchedule& s, int use) {
   return indices(s.reductions, [&](const Reduction& r) { return r.start == use && !r.in_chunks; });
 }
 
-// Returns the weights whose gradients are complete after a use and were reduced in chunks only in earlier uses.
-std::vector<int> reduced_before(const StepSchedule& s, int use) {
+// Returns the weights whose gradients are complete after a use, and whose chunks were all reduced in earlier uses.
+std::vector<int> reduced_in_earlier_uses(const StepSchedule& s, int use) {
   const std::vector<ReducedWithin> reduced_here = s.reduced_within(use);
   std::vector<int> reduced;
   for (const int w : s.uses[use].in_chunks) {
@@ -95,8 +95,8 @@ std::string use_text(const StepSchedule& s, int use, int num_earlier) {
   const Use& u = s.uses[use];
   std::string line = concat(use, ". ", pass_name(u.pass), " ", u.weights.empty() ? "nothing" : names(s, u.weights));
   if (num_earlier > 0) line += concat(" (use ", num_earlier + 1, ")");
-  const auto add = [&](const char* what, const std::string& who) {
-    if (!who.empty()) line += concat("; ", what, " ", who);
+  const auto add = [&](const char* action, const std::string& objects) {
+    if (!objects.empty()) line += concat("; ", action, " ", objects);
   };
   add("before: gather", names(s, s.gathers, s.gathers_before(use)));
   std::vector<int> started;
@@ -110,8 +110,8 @@ std::string use_text(const StepSchedule& s, int use, int num_earlier) {
   std::vector<int> reduced;
   for (const ReducedWithin& r : s.reduced_within(use)) reduced.push_back(r.weight);
   add("in chunks: reduce the gradient of", names(s, reduced));
-  add("after: reduce the gradient of", names(s, s.reductions, reduced_whole_after(s, use)));
-  add("after: reduce the rest of the gradient of", names(s, reduced_before(s, use)));
+  add("after: reduce the gradient of", names(s, s.reductions, unchunked_reductions_after(s, use)));
+  add("after: reduce the rest of the gradient of", names(s, reduced_in_earlier_uses(s, use)));
   add("after: wait for the gradient of", names(s, s.reductions, s.reductions_finished_after(use)));
   std::vector<std::string> released;
   for (const int b : s.released_after(use)) {

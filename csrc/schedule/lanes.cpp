@@ -79,7 +79,8 @@ class Lanes {
     gather_activations(i, -1, now_);
   }
 
-  // Starts the gathers of activations that start in this use, in the turn of this activation (-1: before the use).
+  // Starts, at `now_ps`, the gathers of activations that start in this use at the beginning of the turn of activation
+  // `trigger` (-1: before the use).
   void gather_activations(int use, int trigger, int64_t now_ps) {
     for (size_t k = 0; k < s_.activation_gathers.size(); ++k) {
       const ActivationGather& g = s_.activation_gathers[k];

@@ -12,9 +12,9 @@
 // a reduction overlap no compute. Of several consecutive uses, the longest has the chunks of a weight. The chunks of a
 // gradient are in the use that computes it.
 //
-// A gather of offloaded parts begins with their copy to the device. The gather itself runs when the copy is done, and
-// transfers that start later run after it. A copy to the host starts when compute has waited for the reduction. The
-// step ends when all copies are done.
+// A gather of offloaded parts begins with the copy of these parts to the device. The gather itself runs when the copy
+// is done, and transfers that start later run after the gather. A copy to the host starts when compute has waited for
+// the reduction. The step ends when all copies are done.
 //
 // Activations are gathered on the lane of transfers too. A use in which n activations have their turns is cut into n
 // equal ranges. Each range begins when its activation is gathered.
@@ -61,19 +61,19 @@ struct StepLanes {
   int64_t compute_ps = 0;             // sum of the compute of all uses
   int64_t transfer_ps = 0;            // sum over transfers
   int64_t copy_ps = 0;                // sum over copies from and to the host
-  int64_t total_ps = 0;
-  int64_t exposed_ps() const { return total_ps - compute_ps; }  // time without compute
+  int64_t total_ps = 0;               // end of the step
+  int64_t exposed_ps() const { return total_ps - compute_ps; }  // time in which nothing is computed
 };
 
-// True if the durations of all uses, and of the gathers of all weights with bytes, are known.
+// Returns true if the durations of all uses, and of the gathers of all weights with bytes, are known.
 bool has_times(const StepSchedule& schedule);
 
 // Returns the predicted lanes of a step. Unknown durations count as 0.
 StepLanes predict(const StepSchedule& schedule);
 
-// Returns the lanes as a diagram: two rows of `width` characters, compute and transfers. Compute shows the last digit
-// of the use's number, a gather or reduction the last digit of the weight's number, an activation *. With copies from
-// or to the host, there are two more rows.
+// Returns the lanes as a diagram: two rows of `width` characters, compute and transfers. A use is shown by the last
+// digit of its index, a gather or reduction by the last digit of the weight's index, the gather of an activation by *.
+// With copies from or to the host, there are two more rows.
 std::string lanes_text(const StepSchedule& schedule, int width = 72);
 
 }  // namespace shardwright

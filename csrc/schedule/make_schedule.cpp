@@ -16,13 +16,20 @@
 namespace shardwright {
 namespace {
 
-// Returns true if no value is negative and all uses exist.
-bool is_possible(const ChunkedReduction& reduction, int num_uses) {
-  const auto is_good = [&](const ReducingProduct& p) {
-    return p.transfer_ps >= 0 && p.last_chunk_ps >= 0 && -1 <= p.use && p.use < num_uses;
+// Throws UserError if a value of the weight's `in_chunks` is negative or names a use that does not exist.
+void check_in_chunks(const Weight& weight, int64_t num_uses) {
+  const ChunkedReduction& reduction = weight.in_chunks;
+  const auto check_value = [&](int64_t value, const char* field) {
+    check_user(value >= 0, "weights: ", field, " of in_chunks of '", weight.name, "' must be at least 0, got ", value);
   };
-  return reduction.rest_ps >= 0 && reduction.gradient_bytes >= 0 &&
-         std::all_of(reduction.products.begin(), reduction.products.end(), is_good);
+  check_value(reduction.rest_ps, "rest_ps");
+  check_value(reduction.gradient_bytes, "gradient_bytes");
+  for (const ReducingProduct& product : reduction.products) {
+    check_value(product.transfer_ps, "transfer_ps");
+    check_value(product.last_chunk_ps, "last_chunk_ps");
+    check_user(-1 <= product.use && product.use < num_uses, "weights: use of in_chunks of '", weight.name, "' must be ",
+               InRange{-1, num_uses - 1}, " (-1: the use that completes the gradient), got ", product.use);
+  }
 }
 
 // Throws UserError on the arguments that make_schedule rejects, except for budgets that are too small.
@@ -33,9 +40,7 @@ void check(const std::vector<Weight>& weights, const std::vector<Use>& uses, con
                "weights: bytes and times of '", w.name, "' must be at least 0, got rest_bytes=", w.rest_bytes,
                ", use_bytes=", w.use_bytes, ", gradient_bytes=", w.gradient_bytes, ", gather_ps=", w.gather_ps,
                ", reduce_ps=", w.reduce_ps, ", fetch_ps=", w.fetch_ps, ", send_ps=", w.send_ps);
-    check_user(is_possible(w.in_chunks, static_cast<int>(uses.size())), "weights: in_chunks of '", w.name,
-               "' must have bytes and times of at least 0 and uses below ", uses.size(),
-               ", got a negative value or an unknown use");
+    check_in_chunks(w, std::ssize(uses));
     check_user(0 <= w.keep_bytes && w.keep_bytes <= w.use_bytes, "weights: keep_bytes of '", w.name, "' must be ",
                InRange{0, w.use_bytes}, " (its use_bytes), got ", w.keep_bytes);
   }
@@ -133,7 +138,7 @@ class Residency {
  private:
   int num_uses() const { return static_cast<int>(s_.uses.size()); }
   // Returns the aligned bytes of the gathered weight.
-  int64_t size(int weight) const { return aligned(s_.weights[weight].use_bytes, s_.options.alignment_bytes); }
+  int64_t gathered_bytes(int weight) const { return aligned(s_.weights[weight].use_bytes, s_.options.alignment_bytes); }
   // Returns true if the weight must stay gathered from its first use to its last.
   bool must_stay(int weight) const {
     const Weight& w = s_.weights[weight];
@@ -159,10 +164,10 @@ class Residency {
     return resident;
   }
 
-  // Returns the bytes of resident_at(i, j) and of the copies kept at use i.
+  // Returns the bytes of the weights resident_at(i, j) and of the kept copies that exist at use i.
   int64_t bytes_at(int i, int j) const {
     int64_t bytes = 0;
-    for (const int w : resident_at(i, j)) bytes += size(w);
+    for (const int w : resident_at(i, j)) bytes += gathered_bytes(w);
     for (int w = 0; w < static_cast<int>(s_.weights.size()); ++w) {
       if (has_copy(w) && is_between_uses(w, i)) bytes += aligned(s_.weights[w].keep_bytes, s_.options.alignment_bytes);
     }
@@ -200,18 +205,18 @@ class Residency {
     for (const auto& [w, buffer] : resident_) {
       if (needed.contains(w)) continue;
       evictable.emplace_back(*std::upper_bound(uses_of_[w].begin(), uses_of_[w].end(), i), w);
-      bytes += size(w);
+      bytes += gathered_bytes(w);
     }
     std::sort(evictable.rbegin(), evictable.rend());
     for (const auto& [next, w] : evictable) {
       if (bytes <= limit_bytes_) return;
-      bytes -= size(w);
+      bytes -= gathered_bytes(w);
       release(w, *std::prev(std::lower_bound(uses_of_[w].begin(), uses_of_[w].end(), i)));
     }
   }
 
-  // Gathers weight w for a use, starting before use i, unless it is resident. Its first gather also begins its kept
-  // copy.
+  // Plans the gather of weight w for `use`, which starts before use i, unless the weight is resident. The weight's
+  // first gather also creates its kept copy.
   void gather(int i, int use, int w) {
     const bool is_first = uses_of_[w].front() == use;
     if (!resident_.contains(w)) {
@@ -238,14 +243,14 @@ class Residency {
   std::map<int, int> resident_;            // index of the buffer, by weight
 };
 
-// Plans reductions, which are waited for after the next weight change (`overlaps`) or at once, and the gathers of
-// activations. Sets the peaks of the memory beside the arena.
+// Plans the reductions and the gathers of activations. Reductions are waited for after the next weight change with
+// `overlaps`, otherwise at once. Sets the peaks of the memory outside of the arena.
 void plan_reductions(StepSchedule& schedule, bool overlaps) {
   const auto n = static_cast<int>(schedule.uses.size());
   std::vector<int> next_change(n, n - 1);  // by use: the first weight change after it, or the last use
   for (int i = n - 1; i-- > 0;) next_change[i] = changes_weights(schedule.uses, i + 1) ? i + 1 : next_change[i + 1];
   std::vector<int> latest(schedule.weights.size(), -1);  // by weight: index of its previous reduction
-  std::vector<int> begin(schedule.weights.size(), -1);   // by weight: first use of its incomplete gradient
+  std::vector<int> begin(schedule.weights.size(), -1);   // by weight: first use of its unreduced gradient, -1: none
   for (int i = 0; i < n; ++i) {
     const Use& use = schedule.uses[i];
     if (use.pass == Pass::kBackward) {
@@ -317,7 +322,8 @@ std::optional<StepSchedule> fit_into_budget(int64_t budget_bytes, const StepSche
   return std::nullopt;
 }
 
-// Returns the bytes of all gathers, plus those of gathers and reductions that overlap no compute.
+// Returns the bytes of all gathers (twice for a gather that overlaps no compute) plus the bytes of reductions that
+// overlap no compute.
 int64_t cost_bytes(const StepSchedule& schedule) {
   int64_t bytes = 0;
   for (const Gather& g : schedule.gathers)

@@ -10,8 +10,8 @@
 //
 // Terms: a *resident* weight is gathered, in a buffer of the arena. A *kept copy* is a copy of a weight that is sharded
 // over fewer ranks than the weight; later gathers read from it. A transfer *in chunks* is divided, and runs within the
-// use that needs or computes its data (schedule/chunks.h). The *turn* of an activation is the part of a backward that
-// needs it (schedule/activations.h).
+// use that needs or computes its data (schedule/chunks.h). A *weight change* is a use that needs a weight which the use
+// before does not need. The *turn* of an activation is the part of a backward that needs it (schedule/activations.h).
 //
 // Example: weights a and b of 100 bytes, forward uses of a, b and backward uses of b, a, gradients of 100 bytes.
 //
@@ -43,21 +43,21 @@ struct ReducingProduct {
   int use = -1;               // use of the product; -1: the use that completes the gradient
 };
 
-// The reduction of a weight's gradient in chunks, within the uses that compute it. The weight of a module that contains
-// other modules gets its gradient in several uses.
+// The reduction of a weight's gradient in chunks, within the uses that compute it. If a module contains other modules,
+// the gradient of its own weight is computed in several uses.
 struct ChunkedReduction {
   std::vector<ReducingProduct> products = {};  // empty: not in chunks
   int64_t rest_ps = 0;         // duration of reducing what is not in chunks, such as biases, after the last use
-  int64_t gradient_bytes = 0;  // replaces Weight::gradient_bytes
+  int64_t gradient_bytes = 0;  // bytes of the gradient if it is reduced in chunks, instead of Weight::gradient_bytes
 };
 
-// A weight, or a group of tensors that are gathered together. Bytes are those of the rank that has most.
+// A weight, or a group of tensors that are gathered together. All numbers of bytes are the maximum over ranks.
 struct Weight {
   std::string name;
-  int64_t rest_bytes = 0;  // sharded part, held all the time; not part of any budget
-  int64_t use_bytes = 0;   // gathered weight
-  // Bytes that must stay from the weight's first use to its last. 0: the weight may be gathered again from sharded
-  // parts. `use_bytes`: it must stay gathered. In between: the size of its kept copy.
+  int64_t rest_bytes = 0;  // of the sharded part, which is always held; not part of any budget
+  int64_t use_bytes = 0;   // of the gathered weight
+  // Bytes that must stay from the weight's first use to its last. 0: none, because the weight may be gathered again
+  // from the sharded parts. Equal to `use_bytes`: the weight must stay gathered. In between: the size of its kept copy.
   int64_t keep_bytes = 0;
   int64_t gradient_bytes = 0;  // unreduced gradient of one backward; 0 for a frozen weight
   int64_t gather_ps = 0;       // duration of a gather; 0 if unknown
@@ -70,7 +70,7 @@ struct Weight {
   ChunkedReduction in_chunks = {};  // how uses with this weight in Use::in_chunks reduce its gradient
   // Set only if sharded parts are offloaded to the host.
   int64_t fetch_ps = 0;  // duration of the copy to the device that begins a gather from sharded parts
-  int64_t send_ps = 0;   // duration of the copy to the host that ends a reduction
+  int64_t send_ps = 0;   // duration of the copy to the host that follows a reduction
 };
 
 // A range of compute.
@@ -99,17 +99,17 @@ struct ScheduleOptions {
   // Memory limit for gathered weights, kept copies, gathered activations, gradients until they are reduced, and
   // `held_bytes`. nullopt: no limit, so everything stays until its last use.
   std::optional<int64_t> budget_bytes;
-  // Number of weight changes by which gathers are ahead, if the budget allows it. A weight change is a use that needs a
-  // weight which the use before does not need. 0: weights are gathered at their uses.
+  // Number of weight changes by which gathers are ahead of their uses, if the budget allows it. 0: a gather starts
+  // right before the use that needs it.
   int64_t prefetch = 1;
   // Alignment of addresses in the arena; a power of two.
   int64_t alignment_bytes = 256;
   // Part of the budget that is always in use outside of the arena: unsharded gradients of earlier steps that are
   // accumulated, and weights that stay gathered between steps.
   int64_t held_bytes = 0;
-  // Requires earlier gathers than `prefetch` does, if the budget allows it. By use: the index of the last use whose
-  // weights should be resident or being gathered at this use. An index below the use itself requires nothing. Empty:
-  // none required.
+  // Makes gathers start earlier than `prefetch` does, if the budget allows it. By use: the index of the last use whose
+  // weights should be resident or being gathered at this use. An index below the use itself has no effect. Empty: only
+  // `prefetch` counts.
   std::vector<int> gather_until = {};
   // Activations of the step in the order of their turns, and the number of turns by which their gathers are ahead.
   std::vector<Activation> activations = {};
@@ -126,7 +126,7 @@ struct WeightBuffer {
   int64_t offset_bytes = 0;
 };
 
-// A gather of a weight into a buffer. It starts before use `start` and is done before use `needed`.
+// A gather of a weight into a buffer. It starts right before use `start`, and use `needed` waits for it.
 struct Gather {
   int weight = 0;
   int buffer = 0;          // index of the WeightBuffer
@@ -135,13 +135,13 @@ struct Gather {
   bool from_copy = false;  // from the kept copy instead of the sharded parts
 };
 
-// The reduction of a gradient, relative to uses, which are given by index. A weight has at most one at a time.
+// The reduction of a gradient. Uses are given by index. A weight has at most one reduction at a time.
 struct Reduction {
   int weight = 0;
-  int first = 0;           // the gradient exists from this use on: the first backward use since the last reduction
-  int start = 0;           // starts after this use
-  int finish = 0;          // done and the gradient released after this use; no overlap if equal to `start`
-  bool in_chunks = false;  // reduced within uses up to `start`, except for the part that is not in chunks
+  int first = 0;           // use from which on the gradient exists: the first backward use since the last reduction
+  int start = 0;           // use after which the reduction starts
+  int finish = 0;          // use after which it is waited for and the gradient released; `start`: it overlaps nothing
+  bool in_chunks = false;  // true: reduced within uses up to `start`, except for the part that is not in chunks
 };
 
 // The start of an activation's gather: at the beginning of the turn of activation `trigger`, within use `start`.
@@ -175,15 +175,16 @@ struct StepSchedule {
   int64_t peak_beside_bytes = 0;      // most bytes of gradients and activations together at one use
   int64_t peak_bytes() const { return arena_bytes + peak_beside_bytes + options.held_bytes; }
 
-  // Return indices into the lists above: gathers that start before a use, buffers released after it, reductions that
-  // start after it, and reductions waited for after it.
+  // Return indices into the lists above: of gathers that start right before a use, of buffers released right after it,
+  // of reductions that start right after it, and of reductions that are waited for right after it.
   std::vector<int> gathers_before(int use) const;
   std::vector<int> released_after(int use) const;
   std::vector<int> reductions_started_after(int use) const;
   std::vector<int> reductions_finished_after(int use) const;
-  // Returns the indices of the chunked weights whose chunks are gathered within this use. Of several consecutive
-  // uses in one pass, the longest gathers them (the first of equally long ones), because the product is assumed to be
-  // there. A chunked weight that stays from one pass to another is gathered in chunks in both.
+  // Returns the indices of the chunked weights whose chunks are gathered within this use. If a chunked weight has
+  // several consecutive uses in one pass, the longest of them gathers the chunks (the first of equally long ones),
+  // because its product is assumed to be there. A chunked weight that stays resident from one pass to another is
+  // gathered in chunks in both passes.
   std::vector<int> gathered_within(int use) const;
   // Returns the gradients that are reduced in chunks within this use, in the order of reductions.
   std::vector<ReducedWithin> reduced_within(int use) const;
@@ -191,38 +192,39 @@ struct StepSchedule {
 
 // Plans a step.
 //
-//   1. A reduction starts after the use that completes the gradient, or within it in chunks. It is waited for after the
-//      next weight change, so that it runs alongside the next backward, or at once, which takes less memory.
+//   1. A reduction starts after the use that completes the gradient, or within this use in chunks. It is waited for
+//      after the next weight change, so that it runs alongside the next backward, or at once, which takes less memory.
 //   2. At each use its weights are resident. Weights of the following uses are resident or being gathered too: as far
-//      ahead as required, if they fit at every use until theirs. Other resident weights stay if they fit. Otherwise the
-//      weight whose next use is latest is evicted first, and released right after its previous use. For weights of one
-//      size no other choice has fewer gathers (Belady).
+//      ahead as `prefetch` and `gather_until` require, if they fit at every use until their own. Other resident weights
+//      stay if they fit. Otherwise the weight whose next use is latest is evicted first, and released right after its
+//      previous use. For weights of one size no other choice has fewer gathers (Belady).
 //   3. Buffers get their addresses. If gaps make the arena larger than the budget, the step is planned again with a
 //      lower limit.
-//   4. With a budget, both variants of 1. are planned. The one with the lower cost is taken: the bytes of all gathers,
-//      plus those of gathers and reductions that overlap no compute.
+//   4. With a budget, both variants of 1. are planned. The variant with the lower cost is taken. The cost is the bytes
+//      of all gathers (twice for a gather that overlaps no compute) plus the bytes of reductions that overlap no
+//      compute.
 //
 // Throws UserError if a use names an unknown weight or one weight twice, a value is negative, keep_bytes is above
-// use_bytes, gather_until names a use that does not exist, or the budget is too small. The last message names a budget
-// that suffices; for weights of one size it is the least one.
+// use_bytes, gather_until names a use that does not exist, or the budget is too small. The message about the budget
+// names a budget that suffices; for weights of one size it is the least that does.
 StepSchedule make_schedule(std::vector<Weight> weights, std::vector<Use> uses, const ScheduleOptions& options);
 
 constexpr int64_t kMostChangesAhead = 8;  // largest `prefetch` that fastest_schedule tries
 
-// Returns the schedule with the least `prefetch`, from 1 on, whose predicted time (schedule/lanes.h) is within 1% of
-// the shortest within the budget. Without times, `prefetch` is 1. `options.prefetch` is not read. Throws as
-// `make_schedule` does.
+// Plans a step with each `prefetch` from 1 to kMostChangesAhead. Returns the schedule with the least `prefetch` whose
+// predicted time (schedule/lanes.h) is within 1% of the shortest. Without times, `prefetch` is 1. `options.prefetch` is
+// not read. Throws as `make_schedule` does.
 StepSchedule fastest_schedule(const std::vector<Weight>& weights, const std::vector<Use>& uses,
                               const ScheduleOptions& options);
 
-// Returns the number of turns by which gathers of activations can be ahead within the budget: 1 if such a plan fits
-// with weights gathered at their uses and `prefetch` is not 0, otherwise 0. It does not depend on times, which ranks of
-// other meshes may not share.
+// Returns the number of turns by which gathers of activations can be ahead within the budget, 1 or 0. It is 1 if there
+// are activations, `prefetch` is not 0, and a plan with activations one turn ahead and weights gathered at their uses
+// fits. It does not depend on times, which may differ between ranks of different meshes.
 int64_t activations_ahead_within(const std::vector<Weight>& weights, const std::vector<Use>& uses,
                                  const ScheduleOptions& options);
 
-// Returns the least budget with which gathers are as far ahead as required and reductions run alongside the next
-// backward.
+// Returns the least budget with which gathers are as far ahead as `prefetch` and `gather_until` require, and reductions
+// run alongside the next backward.
 int64_t overlapping_budget_bytes(const std::vector<Weight>& weights, const std::vector<Use>& uses,
                                  const ScheduleOptions& options);
 

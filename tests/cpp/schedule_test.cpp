@@ -633,6 +633,23 @@ TEST(Schedule, RejectsInvalidSteps) {
   EXPECT_THROW(make_schedule(weights, {use(0, F)}, options_of(std::nullopt, 1, 3)), UserError);
   EXPECT_THROW(make_schedule({{"a", 0, 8, 9, 0, 0}}, {}, options_of(std::nullopt)), UserError);
   EXPECT_THROW(make_schedule({{"a", -1, 8, 0, 0, 0}}, {}, options_of(std::nullopt)), UserError);
+  std::vector<Weight> in_chunks = weights;
+  const auto message = [&](const ChunkedReduction& reduction) -> std::string {
+    in_chunks[0].in_chunks = reduction;
+    try {
+      make_schedule(in_chunks, {use(0, F)}, options_of(std::nullopt));
+    } catch (const UserError& error) {
+      return error.what();
+    }
+    return "";
+  };
+  const std::string of_weight = " of in_chunks of '" + weights[0].name + "' must be ";
+  EXPECT_EQ(message({{{1, 1, 0}}, 2, 8}), "");
+  EXPECT_EQ(message({{}, -2, 8}), "weights: rest_ps" + of_weight + "at least 0, got -2");
+  EXPECT_EQ(message({{}, 2, -8}), "weights: gradient_bytes" + of_weight + "at least 0, got -8");
+  EXPECT_EQ(message({{{1, 1, 0}, {-1, 1, 0}}, 2, 8}), "weights: transfer_ps" + of_weight + "at least 0, got -1");
+  EXPECT_EQ(message({{{1, 1, 1}}, 2, 8}),
+            "weights: use" + of_weight + "in [-1, 0] (-1: the use that completes the gradient), got 1");
   EXPECT_THROW(parse_pass("sideways"), UserError);
   EXPECT_EQ(parse_pass("recompute"), Pass::kRecompute);
   const StepSchedule empty = make_schedule({}, {}, options_of(0));
