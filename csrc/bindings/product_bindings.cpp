@@ -231,7 +231,7 @@ void define_choices(MatmulClass& matmul) {
       .def(
           "choose",
           [](const MatmulView& view, const GemmModel& model, const Typed<std::optional<int64_t>>& depth) {
-            return choose(view.matmul, model, depth_of(depth));
+            return choose_fastest(view.matmul, model, depth_of(depth));
           },
           py::arg("model"), py::arg("depth") = py::none(),
           "Returns the schedule with the least predicted time; the serial one unless another saves at least 2%.")
@@ -239,7 +239,7 @@ void define_choices(MatmulClass& matmul) {
           "tuned",
           [](const MatmulView& view, const Schedule& schedule, const GemmModel& model,
              const Typed<std::optional<int64_t>>& depth) {
-            return tuned(view.matmul, schedule, model, depth_of(depth));
+            return tuned_schedule(view.matmul, schedule, model, depth_of(depth));
           },
           py::arg("schedule"), py::arg("model"), py::arg("depth") = py::none(),
           "Returns `schedule` with the depth and the processors left to transfers that `predictions` chooses.");

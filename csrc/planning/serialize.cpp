@@ -111,7 +111,7 @@ Step read_step(Reader& in, const Layout& current, const MeshPtr& reached) {
   const bool leads_away = op == StepOp::kRearrange ? in.boolean() : op == StepOp::kCross;
   const int64_t bits = in.integer();
   check_argument(is_cross_or_rearrange(op) ? bits == 0 : bits > 0 && bits < int64_t{1} << current.mesh().ndim(),
-                 "plan bytes: mesh dims of a step", "dims of its mesh (none for cross and rearrange)", "bit set ",
+                 "plan bytes: mesh dims of a step", "dims of its mesh (none for cross and rearrange)", "the bit set ",
                  bits);
   Layout before = read_placements(in, current.mesh_ptr(), current.tensor_shape(), current.dtype());
   Layout after =

@@ -19,7 +19,7 @@ std::string to_bytes(const Plan& plan);
 // Throws UserError if the bytes are damaged, of another version, or no valid plan (check_steps in planning/validate.h).
 Plan from_bytes(std::string_view bytes);
 
-// Returns the plan as operators take it: a label that describes the move, followed by the bytes in base64.
+// Returns the plan as the string that PyTorch operators take: the move, then the bytes in base64.
 std::string to_text(const Plan& plan);
 
 // Parts of plans. The readers throw UserError if a value does not pass the checks of its constructor.

@@ -260,9 +260,10 @@ void check_segments(const Plan& plan) {
   check_user(tensor_dim >= 0 && tensor_dim < num_dims, "plan: tensor dim of ", count, " segments must be ",
              IndexInRange{num_dims, "tensor dims"}, ", got ", tensor_dim);
   check_user(can_run_in_segments(plan, plan.segments),
-             "plan: segments must divide the length of each range of each shard, or number at most ",
-             kMaxNonUniformSegments, " on at most ", kMaxRanksInNonUniformSegments, " ranks, got ", count,
-             " segments of tensor dim ", tensor_dim, "; each step must communicate at most once");
+             "plan: the number of segments must divide the length of each range of each shard, or be at most ",
+             kMaxNonUniformSegments, " on at most ", kMaxRanksInNonUniformSegments,
+             " ranks, and each step must communicate at most once, got ", count, " segments of tensor dim ",
+             tensor_dim);
 }
 
 }  // namespace

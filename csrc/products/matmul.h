@@ -30,7 +30,7 @@
 //
 // Sums over an axis that is cut into chunks are accumulated in float32 if the dtype has 16 bits.
 //
-// A schedule is part of the spec: all ranks must use the same one (timeline.h).
+// All ranks must use the same schedule. timeline.h chooses it.
 #pragma once
 
 #include <cstdint>

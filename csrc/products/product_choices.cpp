@@ -113,7 +113,7 @@ bool communicates(const Matmul& matmul) {
 Schedule choose_schedule(const Matmul& matmul, const ScheduleRequest& request, const GemmModel& model,
                          bool is_request_binding) {
   const bool has_chunks = request.chunks.has_value() || !request.distances.empty();
-  if ((!request.method && !has_chunks) || !communicates(matmul)) return choose(matmul, model, request.depth);
+  if ((!request.method && !has_chunks) || !communicates(matmul)) return choose_fastest(matmul, model, request.depth);
   const bool is_by_hand = !request.distances.empty() || (request.method && request.chunks);
   if (!is_by_hand) {
     std::optional<Prediction> best;
@@ -124,7 +124,7 @@ Schedule choose_schedule(const Matmul& matmul, const ScheduleRequest& request, c
       if (fits && (!best || prediction.total_ps < best->total_ps)) best = std::move(prediction);
     }
     if (best) return best->schedule;
-    if (!is_request_binding) return choose(matmul, model, request.depth);
+    if (!is_request_binding) return choose_fastest(matmul, model, request.depth);
   }
   Schedule wanted{
       request.method.value_or(is_by_hand ? Method::kRing : Method::kCollective),
@@ -134,9 +134,9 @@ Schedule choose_schedule(const Matmul& matmul, const ScheduleRequest& request, c
     check(matmul, wanted);
   } catch (const UserError&) {
     if (is_request_binding) throw;
-    return choose(matmul, model, request.depth);
+    return choose_fastest(matmul, model, request.depth);
   }
-  return tuned(matmul, wanted, model, request.depth);
+  return tuned_schedule(matmul, wanted, model, request.depth);
 }
 
 }  // namespace shardwright

@@ -377,13 +377,14 @@ std::vector<Prediction> predictions(const Matmul& matmul, const GemmModel& model
   return all;
 }
 
-Schedule tuned(const Matmul& matmul, const Schedule& schedule, const GemmModel& model, std::optional<int64_t> depth) {
+Schedule tuned_schedule(const Matmul& matmul, const Schedule& schedule, const GemmModel& model,
+                        std::optional<int64_t> depth) {
   const bool has_depth = schedule.method == Method::kRing || schedule.method == Method::kCollective;
   if (!has_depth) return schedule;
   return tuned_prediction(matmul, schedule, model, depth, peak_bytes(matmul, {})).schedule;
 }
 
-Schedule choose(const Matmul& matmul, const GemmModel& model, std::optional<int64_t> depth) {
+Schedule choose_fastest(const Matmul& matmul, const GemmModel& model, std::optional<int64_t> depth) {
   const std::vector<Prediction> all = predictions(matmul, model, depth);
   const auto best = std::min_element(all.begin(), all.end(),
                                      [](const Prediction& a, const Prediction& b) { return a.total_ps < b.total_ps; });

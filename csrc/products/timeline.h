@@ -93,11 +93,11 @@ std::vector<Prediction> predictions(const Matmul& matmul, const GemmModel& model
 
 // Returns `schedule` with the depth and the number of processors left to transfers that are predicted to be fastest, by
 // the rules of predictions().
-Schedule tuned(const Matmul& matmul, const Schedule& schedule, const GemmModel& model,
-               std::optional<int64_t> depth = std::nullopt);
+Schedule tuned_schedule(const Matmul& matmul, const Schedule& schedule, const GemmModel& model,
+                        std::optional<int64_t> depth = std::nullopt);
 
 // Returns the schedule that is predicted to be fastest, or serial unless another one saves kLeastGainPercent. It
 // depends on global layouts and tables alone, so all ranks make the same choice.
-Schedule choose(const Matmul& matmul, const GemmModel& model, std::optional<int64_t> depth = std::nullopt);
+Schedule choose_fastest(const Matmul& matmul, const GemmModel& model, std::optional<int64_t> depth = std::nullopt);
 
 }  // namespace shardwright

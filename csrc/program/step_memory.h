@@ -63,7 +63,8 @@ struct AllToAllOptions {
     int64_t received = 0;
     int64_t own = 0;
   };
-  // Returns true if further messages cannot change which messages are runs: all are added, or no run is left.
+  // Returns true if further messages cannot change which of the four RunOfMessages are runs: each has all of its
+  // messages, or is no run already.
   bool are_complete(const Totals& totals) const {
     const auto is_complete = [](const RunOfMessages& messages, int64_t total) {
       return !messages.is_run() || messages.total() == total;

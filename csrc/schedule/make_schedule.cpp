@@ -283,7 +283,7 @@ void plan_reductions(StepSchedule& schedule, bool overlaps) {
   for (int i = 0; i < n; ++i) {
     schedule.peak_gradient_bytes = std::max(schedule.peak_gradient_bytes, bytes[i]);
     schedule.peak_activation_bytes = std::max(schedule.peak_activation_bytes, gathered[i]);
-    schedule.peak_beside_bytes = std::max(schedule.peak_beside_bytes, bytes[i] + gathered[i]);
+    schedule.peak_outside_bytes = std::max(schedule.peak_outside_bytes, bytes[i] + gathered[i]);
   }
 }
 
@@ -312,7 +312,7 @@ StepSchedule with_limit(StepSchedule schedule, int64_t limit_bytes) {
 // available memory down, and returns the first schedule that fits into the budget; nullopt if none does.
 std::optional<StepSchedule> fit_into_budget(int64_t budget_bytes, const StepSchedule& with_reductions,
                                             int64_t least_limit_bytes) {
-  const int64_t available = budget_bytes - with_reductions.peak_beside_bytes - with_reductions.options.held_bytes;
+  const int64_t available = budget_bytes - with_reductions.peak_outside_bytes - with_reductions.options.held_bytes;
   for (int64_t limit = available; limit >= least_limit_bytes;) {
     StepSchedule schedule = with_limit(with_reductions, limit);
     if (schedule.arena_bytes <= available) return schedule;
@@ -342,7 +342,7 @@ int64_t overlapping_budget_bytes(const std::vector<Weight>& weights, const std::
   StepSchedule schedule{weights, uses, options, {}, {}, {}};
   plan_reductions(schedule, true);
   const int64_t limit = Residency(schedule, 0).wanted_limit_bytes();
-  return with_limit(schedule, limit).arena_bytes + schedule.peak_beside_bytes + options.held_bytes;
+  return with_limit(schedule, limit).arena_bytes + schedule.peak_outside_bytes + options.held_bytes;
 }
 
 int64_t activations_ahead_within(const std::vector<Weight>& weights, const std::vector<Use>& uses,
@@ -377,7 +377,7 @@ StepSchedule make_schedule(std::vector<Weight> weights, std::vector<Use> uses, c
   const StepSchedule smallest = with_limit(blocking, least);
   throw UserError(
       concat("budget_bytes must be at least ", smallest.peak_bytes(), ", got ", *options.budget_bytes,
-             ". The minimum is ", smallest.arena_bytes, " for gathered weights + ", smallest.peak_beside_bytes,
+             ". The minimum is ", smallest.arena_bytes, " for gathered weights + ", smallest.peak_outside_bytes,
              smallest.peak_activation_bytes > 0 ? " for gradients and activations" : " for gradients",
              options.held_bytes > 0 ? concat(" + ", options.held_bytes, " for memory that stays allocated") : ""));
 }

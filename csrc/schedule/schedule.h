@@ -172,8 +172,8 @@ struct StepSchedule {
   int64_t live_buffer_bytes = 0;      // most bytes of buffers at one use, a lower bound on arena_bytes
   int64_t peak_gradient_bytes = 0;    // most bytes of gradients at one use
   int64_t peak_activation_bytes = 0;  // most bytes of gathered activations at a time
-  int64_t peak_beside_bytes = 0;      // most bytes of gradients and activations together at one use
-  int64_t peak_bytes() const { return arena_bytes + peak_beside_bytes + options.held_bytes; }
+  int64_t peak_outside_bytes = 0;     // most bytes outside of the arena (gradients and activations) at one use
+  int64_t peak_bytes() const { return arena_bytes + peak_outside_bytes + options.held_bytes; }
 
   // Return indices into the lists above: of gathers that start right before a use, of buffers released right after it,
   // of reductions that start right after it, and of reductions that are waited for right after it.

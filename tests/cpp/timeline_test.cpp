@@ -156,8 +156,8 @@ TEST(Timeline, AddsADelayPerChunkOnHosts) {
   }
   EXPECT_EQ(predict(slow, {}, waiting(kHost, 1000)).total_ps, predict(slow, {}, kHost).total_ps);
   // With this delay, fewer chunks are chosen.
-  ASSERT_GT(choose(slow, kHost).chunks, 2);
-  EXPECT_LE(choose(slow, waiting(kHost, all / 4)).chunks, 2);
+  ASSERT_GT(choose_fastest(slow, kHost).chunks, 2);
+  EXPECT_LE(choose_fastest(slow, waiting(kHost, all / 4)).chunks, 2);
 }
 
 TEST(Timeline, TriesManyChunksIfDoublingPays) {
@@ -171,7 +171,7 @@ TEST(Timeline, TriesManyChunksIfDoublingPays) {
   const Matmul matmul = gather_of(2, 20480, 64, 64, 100);
   EXPECT_EQ(counts(matmul, 0), (std::set<int64_t>{1, 2, 4, 8, 16, 32}));
   EXPECT_EQ(counts(matmul, 1 << 30), (std::set<int64_t>{1, 2, 4, 8}));
-  EXPECT_GT(choose(matmul, kHost).chunks, 8);
+  EXPECT_GT(choose_fastest(matmul, kHost).chunks, 8);
 }
 
 TEST(Timeline, DeviceTransfersWaitForProductsThatLeaveNoProcessors) {
@@ -242,15 +242,15 @@ TEST(Timeline, WaitsForLateData) {
 }
 
 TEST(Choice, IsSerialIfChunksDoNotPayAndNeverPredictedSlower) {
-  EXPECT_NE(choose(gather_of(4, 2560, 64, 64), kPlain).method, Method::kSerial);
+  EXPECT_NE(choose_fastest(gather_of(4, 2560, 64, 64), kPlain).method, Method::kSerial);
   GemmModel costly = kPlain;
   costly.launch_ps = int64_t{1} << 40;
-  EXPECT_EQ(choose(gather_of(4, 2560, 64, 64), costly), Schedule{});
-  EXPECT_EQ(choose(gather_of(1, 2560, 64, 64), kPlain), Schedule{});
+  EXPECT_EQ(choose_fastest(gather_of(4, 2560, 64, 64), costly), Schedule{});
+  EXPECT_EQ(choose_fastest(gather_of(1, 2560, 64, 64), kPlain), Schedule{});
   for (const int64_t rows : {4, 100, 4096}) {
     const Matmul matmul = gather_of(8, rows, 512, 512);
     const std::vector<Prediction> all = predictions(matmul, GemmModel::named("h100"));
-    EXPECT_LE(predict(matmul, choose(matmul, GemmModel::named("h100")), GemmModel::named("h100")).total_ps,
+    EXPECT_LE(predict(matmul, choose_fastest(matmul, GemmModel::named("h100")), GemmModel::named("h100")).total_ps,
               all.front().total_ps);
     EXPECT_EQ(all.front().schedule, Schedule{});
   }
@@ -266,7 +266,7 @@ TEST(Choice, TunesDepthAndProcessorsLeftToTransfers) {
     for (const auto& [schedule, total] : predictions(matmul, h100)) {
       EXPECT_EQ(predict(matmul, schedule, h100).total_ps, total);
       if (schedule.method == Method::kSerial) continue;
-      EXPECT_EQ(tuned(matmul, {schedule.method, schedule.chunks}, h100), schedule);
+      EXPECT_EQ(tuned_schedule(matmul, {schedule.method, schedule.chunks}, h100), schedule);
       int64_t best = total;
       for (const int64_t depth : {int64_t{1}, kUsualDepth, schedule.chunks}) {
         for (const int64_t left : {int64_t{0}, h100.transfer_processors / 2, h100.transfer_processors}) {
@@ -281,10 +281,10 @@ TEST(Choice, TunesDepthAndProcessorsLeftToTransfers) {
     for (const auto& [schedule, total] : predictions(matmul, h100, 2)) {
       EXPECT_EQ(schedule.depth, schedule.method == Method::kSerial ? 1 : 2);
     }
-    EXPECT_EQ(tuned(matmul, {Method::kRing, 4}, h100, 2).depth, 2);
+    EXPECT_EQ(tuned_schedule(matmul, {Method::kRing, 4}, h100, 2).depth, 2);
   }
   // If transfers take almost as long as products, they must run at the same time.
-  const Schedule chosen = choose(balanced, h100);
+  const Schedule chosen = choose_fastest(balanced, h100);
   EXPECT_NE(chosen.method, Method::kSerial);
   EXPECT_GT(chosen.depth, 1);
   EXPECT_GT(chosen.sms_left, 0);
