@@ -44,7 +44,7 @@ struct GemmModel {
   // The built-in models: "h100" (SXM; the H200 has the same processors), "a100" and "cpu". They are orders of
   // magnitude, not measurements. Throws UserError on other names.
   static GemmModel named(const std::string& name);
-  static std::vector<std::string> names();
+  static std::vector<std::string> names();  // of the built-in models
 
   // Throws UserError if num_processors, a tile size or flops_per_us is below 1, or if another number is negative.
   void check() const;

@@ -46,6 +46,7 @@ double mean_error(const std::vector<LinkPoint>& points, const LinkFit& fit) {
   return sum / static_cast<double>(points.size());
 }
 
+// Returns the median of at least one value.
 double median(std::vector<double> values) {
   std::sort(values.begin(), values.end());
   const size_t middle = values.size() / 2;

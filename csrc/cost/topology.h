@@ -40,7 +40,7 @@ struct Topology {
   // The built-in topologies. "8xNVLink" is one node of GPUs; "64x8" is nodes of eight such GPUs with a 400 Gb/s NIC
   // each; "gloo-local" is processes of one machine over loopback. Throws UserError on other names.
   static Topology named(std::string_view name);
-  static std::vector<std::string> names();
+  static std::vector<std::string> names();  // of the built-in topologies
 
   // Throws UserError if a number is not in [0, 2^40] (about a second in picoseconds), or if a name is not UTF-8.
   void check() const;

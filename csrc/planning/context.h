@@ -111,6 +111,7 @@ struct PlanningTables {
   std::map<std::pair<std::string, std::string>, GemmModel> gemm_models;  // measured, by device type and dtype
 
   bool operator==(const PlanningTables& other) const;
+  // Equal tables have equal hashes in every process.
   size_t hash() const;
   // Returns, for each table, its name and a short description with a hash of its content. The ranks of a job compare
   // these; hashes are the same in every process.

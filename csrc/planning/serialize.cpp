@@ -93,6 +93,7 @@ Layout read_placements(Reader& in, const MeshPtr& mesh, const std::vector<int64_
                 static_cast<int>(flattened));
 }
 
+// Writes a step. Its meshes are written with the plan.
 void write(Writer& out, const Step& step) {
   out.enumerator(step.op);
   if (step.op == StepOp::kRearrange) out.boolean(leads_to_another_mesh(step));

@@ -12,11 +12,14 @@
 namespace shardwright {
 namespace {
 
+// Returns for example "ring of 4 chunks".
 std::string schedule_text(const Schedule& schedule) {
   const std::string chunks = schedule.distances.empty() ? std::to_string(schedule.chunks) : chunks_text(schedule);
   return concat(method_name(schedule.method), " of ", chunks, schedule.chunks == 1 ? " chunk" : " chunks");
 }
 
+// Return the text of a product whose inputs have these names: "move x to [R, R], times w plus b", or "x times w plus
+// added, move it to [S(0)]".
 std::string matmul_text(const GatherMatmul& matmul, const std::vector<std::string>& inputs) {
   std::vector<std::string> factors;
   size_t next_bias = 1 + matmul.products.size();
@@ -34,6 +37,7 @@ std::string matmul_text(const MatmulScatter& matmul, const std::vector<std::stri
   return concat(join(terms, " plus "), ", move it to ", matmul.plan.dst.placements_string());
 }
 
+// Returns the text of a node whose inputs have these names, without its outputs and its time.
 std::string operation_text(const Node& node, const std::vector<std::string>& inputs) {
   return match(
       node.operation,

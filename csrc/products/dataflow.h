@@ -91,6 +91,7 @@ class DataflowBuilder {
   DataflowBuilder(const MovePlanner& planner, ScheduleRequest request)
       : planner_(planner), request_(std::move(request)) {}
 
+  // Adds the next input. Must be called before any node is appended.
   int input(std::string name, Layout layout);
   const Layout& layout(int value) const { return flow_.values[value].layout; }
 
@@ -111,6 +112,7 @@ class DataflowBuilder {
   Dataflow finish(std::vector<int> outputs);
 
  private:
+  // Appends a node with these inputs and new values for its outputs. Returns the new values.
   std::vector<int> append(NodeOperation operation, std::vector<int> inputs, const std::vector<Value>& outputs);
 
   const MovePlanner& planner_;

@@ -28,6 +28,7 @@ struct InputsOfProduct {
 // end.
 class ProductCompiler {
  public:
+  // `operand` is the rank's part of the gathered operand. Creates the buffer of the result.
   ProductCompiler(ProgramBuilder& builder, const GatherMatmul::Product& product, DType result_dtype,
                   const Region& operand, const InputsOfProduct& inputs)
       : b_(builder), axes_(product.axes), result_dtype_(result_dtype), sizes_(axes_.num_axes(), 0) {
@@ -52,6 +53,7 @@ class ProductCompiler {
     result_ = out_.buffer;
   }
 
+  // Makes the result the next output of the program.
   void add_output() { b_.add_output(result_, out_shape_); }
 
   // Determines if parts accumulate. The caller passes all parts, in any order, before it multiplies the first one.
@@ -351,6 +353,7 @@ class GatherCompiler {
     for (ProductCompiler& product : products_) product.prepare(parts);
   }
 
+  // Returns this rank's index in the group.
   int64_t own_index(const std::vector<int64_t>& group) const {
     return std::find(group.begin(), group.end(), here_) - group.begin();
   }

@@ -69,23 +69,27 @@ struct OffsetDifference {
   int64_t rhs_scale = 0;
 };
 
-bool is_equal(const Matrix& a, const Matrix& b) {
+// Return true if two matrices or scales differ at most in their offsets.
+bool differ_only_in_offset(const Matrix& a, const Matrix& b) {
   return a.buffer == b.buffer && a.row_stride == b.row_stride && a.column_stride == b.column_stride;
 }
 
-bool is_equal(const std::optional<Scale>& a, const std::optional<Scale>& b) {
+bool differ_only_in_offset(const std::optional<Scale>& a, const std::optional<Scale>& b) {
   return a.has_value() == b.has_value() && (!a || (a->buffer == b->buffer && a->stride == b->stride));
 }
 
 // Returns the offsets of `b` minus the offsets of `a`. Returns nullopt if `b` has a batch, or if the two products
 // differ in anything but offsets, m, n and the batch of `a`.
 std::optional<OffsetDifference> offset_difference(const Gemm& a, const Gemm& b) {
-  if (!is_equal(a.lhs, b.lhs) || !is_equal(a.rhs, b.rhs) || !is_equal(a.dst, b.dst)) return std::nullopt;
+  if (!differ_only_in_offset(a.lhs, b.lhs) || !differ_only_in_offset(a.rhs, b.rhs) ||
+      !differ_only_in_offset(a.dst, b.dst))
+    return std::nullopt;
   if (a.accumulates != b.accumulates || a.bias.has_value() != b.bias.has_value() || a.k != b.k || b.count != 1) {
     return std::nullopt;
   }
-  if (a.bias && !is_equal(*a.bias, *b.bias)) return std::nullopt;
-  if (!is_equal(a.lhs_scale, b.lhs_scale) || !is_equal(a.rhs_scale, b.rhs_scale)) return std::nullopt;
+  if (a.bias && !differ_only_in_offset(*a.bias, *b.bias)) return std::nullopt;
+  if (!differ_only_in_offset(a.lhs_scale, b.lhs_scale) || !differ_only_in_offset(a.rhs_scale, b.rhs_scale))
+    return std::nullopt;
   return OffsetDifference{b.lhs.offset - a.lhs.offset,
                           b.rhs.offset - a.rhs.offset,
                           b.dst.offset - a.dst.offset,
@@ -94,6 +98,7 @@ std::optional<OffsetDifference> offset_difference(const Gemm& a, const Gemm& b) 
                           a.rhs_scale ? b.rhs_scale->offset - a.rhs_scale->offset : 0};
 }
 
+// Returns the stride of a scale; 0 for one factor, or without a scale.
 int64_t stride_of(const std::optional<Scale>& scale) { return scale ? scale->stride : 0; }
 
 // Merges `next` into `last` as more rows, more columns or one more batch entry. Returns false, and changes nothing, if

@@ -17,6 +17,7 @@ std::vector<int64_t> row_scales_shape(const Contraction& axes, const std::vector
   return lengths;
 }
 
+// Returns the shape of the product of two local tensors.
 std::vector<int64_t> shape_of_product(const Contraction& axes, const std::vector<int64_t>& lhs_shape,
                                       const std::vector<int64_t>& rhs_shape) {
   std::vector<int64_t> shape;

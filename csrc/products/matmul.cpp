@@ -21,6 +21,7 @@ const Step* chunked_step(const Matmul& matmul) {
   return std::holds_alternative<GatherMatmul>(matmul) ? &plan.steps.back() : &plan.steps.front();
 }
 
+// Returns the size of a tensor along an axis. `dims` has the axis of each tensor dim.
 int64_t size_of_axis(const std::vector<int>& dims, const Layout& layout, int axis) {
   return layout.shape()[std::find(dims.begin(), dims.end(), axis) - dims.begin()];
 }
@@ -38,6 +39,7 @@ void check_axis(int axis, const std::vector<int>& a_dims, const Layout& a, const
              "tensors must have the same cuts along a common axis, got ", a, " and ", b);
 }
 
+// Throws UserError unless products of these dtypes are supported, with or without scales.
 void check_dtypes(const Layout& lhs, const Layout& rhs, const std::optional<Scaling>& scaling) {
   if (!scaling) {
     check_user(lhs.dtype() == rhs.dtype(), "operands must have the same dtype, got ", lhs, " and ", rhs);
@@ -53,6 +55,8 @@ void check_dtypes(const Layout& lhs, const Layout& rhs, const std::optional<Scal
   check_argument(is_scaled_result(result), "out_dtype", "bfloat16 or float32 with scales", result.name());
 }
 
+// Throws UserError unless both operands fit the contraction, have supported dtypes, and are cut alike along summed
+// axes.
 void check_operands(const Contraction& axes, const Layout& lhs, const Layout& rhs, const Mesh& mesh,
                     const std::optional<Scaling>& scaling) {
   check_user(axes.lhs.size() == lhs.shape().size() && axes.rhs.size() == rhs.shape().size(),

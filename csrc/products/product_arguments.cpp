@@ -183,6 +183,7 @@ class ProblemMaker {
                torch_name(x.dtype), "), got ", torch_name(tensor.dtype));
   }
 
+  // Checks the shape, dtype and device of a weight.
   void check_weight(const GivenTensor& weight) const {
     const GivenTensor& x = given_.x;
     const bool k_is_cut = is_gather() && dim_ == ndim() - 1;
@@ -210,6 +211,7 @@ class ProblemMaker {
 
   // ---- DTensors
 
+  // Returns the problem of DTensors, which have layouts.
   ProductProblem of_dtensors() const {
     const std::string letters = axes(is_linear());
     const Layout& x = *given_.x.layout;
@@ -231,6 +233,7 @@ class ProblemMaker {
     return problem;
   }
 
+  // Returns the layout of bias j; nullopt if there is none. Checks its shape.
   std::optional<Layout> bias_of_dtensors(size_t j) const {
     const auto& bias = given_.biases[j];
     if (!bias) return std::nullopt;
@@ -267,7 +270,7 @@ class ProblemMaker {
 
   // ---- plain tensors
 
-  // Gives plain tensors layouts on a mesh of one dim, "group".
+  // Returns the problem of plain tensors. Their layouts are on a mesh of one dim, "group".
   ProductProblem of_plain_tensors() const {
     const auto mesh = std::make_shared<Mesh>(std::vector<std::string>{"group"}, std::vector<int64_t>{given_.num_ranks});
     const auto make_layout = [&](std::vector<int64_t> shape, const DType& dtype, std::optional<int64_t> cut,
@@ -308,6 +311,7 @@ class ProblemMaker {
     return problem;
   }
 
+  // Returns the global number of columns of weight j, if it is given.
   std::optional<int64_t> columns_of(size_t j) const {
     if (given_.columns.empty()) return std::nullopt;
     check_user(given_.columns.size() == given_.weights.size(), "columns must have one entry for each of ",
@@ -350,6 +354,7 @@ class ProblemMaker {
     return sum;
   }
 
+  // Throws UserError unless a bias has the shape of this rank's part of the layout.
   void check_part(const GivenTensor& bias, const Layout& layout) const {
     const std::vector<int64_t> part = layout.local_shape(given_.rank);
     check_user(bias.shape == part, bias.name, " must have shape ", tuple_text(part), " on rank ", given_.rank, ", got ",

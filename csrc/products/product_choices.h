@@ -10,10 +10,11 @@ namespace shardwright {
 // Plans moves in a product's context, through the cache. A plan is the pinned one if there is one, else the cheapest.
 class MovePlanner {
  public:
+  // Both arguments must outlive the planner.
   MovePlanner(const ProductContext& context, PlanCache& cache);
 
   Plan plan(const Layout& src, const Layout& dst) const;
-  // Returns 0 if the two layouts are equal.
+  // Returns the predicted picoseconds of plan(src, dst); 0 if the two layouts are equal.
   int64_t predicted_ps(const Layout& src, const Layout& dst) const;
   const ProductContext& context() const { return context_; }
 

@@ -161,6 +161,7 @@ std::vector<Placement> placements_in_place(const std::string& axes, const Layout
 
 namespace {
 
+// Returns ProductLayouts::gradients. `results` are ProductLayouts::results.
 GradientLayouts lay_out_gradients(const ProductProblem& problem, const std::vector<AxisLetters>& letters,
                                   const AxisLayouts& layouts, const std::vector<Layout>& results) {
   const DType& dtype = problem.operand.dtype();

@@ -44,6 +44,7 @@ class AxisLayouts {
     int64_t length = 0;
     std::vector<Cut> cuts;
   };
+  // Returns the cuts of one axis by these mesh dims, as the constructor derives them.
   static CutAxis cut_axis(char axis, const std::vector<int>& mesh_dims, const Known& known);
 
   MeshPtr mesh_;

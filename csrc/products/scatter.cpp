@@ -52,6 +52,7 @@ class ScatterCompiler {
   }
 
  private:
+  // Declares the inputs in the order that MatmulScatter documents.
   void declare_inputs() {
     const std::vector<BufferId> declared = shardwright::declare_inputs(b_, local_tensors(matmul_, b_.rank()));
     auto next = declared.begin() + 2 * static_cast<int64_t>(matmul_.terms.size());  // after the operands
@@ -77,6 +78,7 @@ class ScatterCompiler {
     }
   }
 
+  // Emits the copy of the block's elements of the addend to the tensor that multiply() writes.
   void copy_addend(const Selection& block, BufferId buffer, int64_t offset,
                    std::vector<int64_t> Selection::Part::* out_offsets, const std::vector<int64_t>& shape) {
     const std::vector<int64_t> src_strides = row_major_strides(shape_of(held_));

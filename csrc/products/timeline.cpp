@@ -308,6 +308,7 @@ Timeline predict(const Matmul& matmul, const Schedule& schedule, const GemmModel
 
 namespace {
 
+// Returns the peak memory of the first rank's program.
 int64_t peak_bytes(const Matmul& matmul, const Schedule& schedule) {
   return compile(matmul, schedule, first_rank(matmul)).peak_bytes();
 }

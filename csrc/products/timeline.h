@@ -96,8 +96,8 @@ std::vector<Prediction> predictions(const Matmul& matmul, const GemmModel& model
 Schedule tuned_schedule(const Matmul& matmul, const Schedule& schedule, const GemmModel& model,
                         std::optional<int64_t> depth = std::nullopt);
 
-// Returns the schedule that is predicted to be fastest, or serial unless another one saves kLeastGainPercent. It
-// depends on global layouts and tables alone, so all ranks make the same choice.
+// Returns the schedule that is predicted to be fastest, but serial unless the fastest saves at least kLeastGainPercent
+// of the time of serial. The choice depends on global layouts and tables alone, so all ranks make the same one.
 Schedule choose_fastest(const Matmul& matmul, const GemmModel& model, std::optional<int64_t> depth = std::nullopt);
 
 }  // namespace shardwright

@@ -36,10 +36,12 @@ class RankPart {
     int64_t peer = -1;
     Selection elements;
   };
+  // Return the messages that the rank sends, or receives, in a round.
   std::vector<Message> sends(int64_t round) const { return messages_in_round(sends_, round); }
   std::vector<Message> receives(int64_t round) const { return messages_in_round(receives_, round); }
   // The elements that stay on the rank; nullopt if it is not on both meshes.
   const std::optional<Selection>& kept() const { return kept_; }
+  // Returns this rank's index among the participants.
   int64_t index() const { return index_of(rank_); }
 
  private:

@@ -18,46 +18,47 @@ class Renumber {
  public:
   Renumber(const std::vector<BufferId>& buffers, const std::vector<int>& groups) : buffers_(buffers), groups_(groups) {}
 
-  void operator()(Copy& o) const { each(o.src, o.dst); }
-  void operator()(FillZero& o) const { each(o.dst.buffer); }
-  void operator()(Divide& o) const { each(o.dst.buffer); }
-  void operator()(Power& o) const { each(o.src.buffer, o.dst.buffer); }
+  void operator()(Copy& o) const { replace(o.src, o.dst); }
+  void operator()(FillZero& o) const { replace(o.dst.buffer); }
+  void operator()(Divide& o) const { replace(o.dst.buffer); }
+  void operator()(Power& o) const { replace(o.src.buffer, o.dst.buffer); }
   void operator()(Reduce& o) const {
-    for (BufferRange& part : o.parts) each(part.buffer);
-    each(o.dst.buffer);
+    for (BufferRange& part : o.parts) replace(part.buffer);
+    replace(o.dst.buffer);
   }
-  void operator()(Cast& o) const { each(o.src.buffer, o.dst.buffer); }
+  void operator()(Cast& o) const { replace(o.src.buffer, o.dst.buffer); }
   template <IsOneOf<Gemm, Attend, AttendBackward, Merge, Accumulate, Offer, Fetch> Product>
   void operator()(Product&) const {
     throw InvariantError("a plan has an instruction of a product");
   }
   void operator()(AllGather& o) const {
-    each(o.src.buffer, o.dst.buffer);
+    replace(o.src.buffer, o.dst.buffer);
     o.group = groups_[o.group];
   }
   void operator()(ReduceScatter& o) const {
-    each(o.src.buffer, o.dst.buffer);
+    replace(o.src.buffer, o.dst.buffer);
     o.group = groups_[o.group];
   }
   void operator()(AllReduce& o) const {
-    each(o.data.buffer);
+    replace(o.data.buffer);
     o.group = groups_[o.group];
   }
   void operator()(AllToAll& o) const {
-    each(o.src.buffer, o.dst.buffer);
+    replace(o.src.buffer, o.dst.buffer);
     o.group = groups_[o.group];
   }
   void operator()(SendReceive& o) const {
     for (auto* messages : {&o.sends, &o.receives}) {
-      for (SendReceive::Message& message : *messages) each(message.range.buffer);
+      for (SendReceive::Message& message : *messages) replace(message.range.buffer);
     }
     o.group = groups_[o.group];
   }
   void operator()(Wait&) const {}
 
  private:
+  // Replaces buffers; kMissingBuffer stays.
   template <typename... Ids>
-  void each(Ids&... ids) const {
+  void replace(Ids&... ids) const {
     ((ids = ids < 0 ? ids : buffers_[ids]), ...);
   }
 
@@ -132,6 +133,7 @@ class InSegments {
     }
   }
 
+  // Returns the full program. Must be called once.
   Program write() {
     all_.dtype = of(0).program.dtype;
     all_.step_texts = of(0).program.step_texts;
@@ -167,6 +169,7 @@ class InSegments {
     std::vector<int> groups;  // by group of the segment's program: its index in the full program
   };
 
+  // Returns the program of a segment.
   const SegmentProgram& of(int64_t segment) const { return segments_[are_uniform() ? 0 : segment]; }
   bool are_uniform() const { return plans_.size() == 1; }
 

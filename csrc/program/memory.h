@@ -35,6 +35,7 @@ struct ExaminedRanks {
 // group.
 class ProgramMemory {
  public:
+  // The plan must outlive the object.
   explicit ProgramMemory(const Plan& plan);
   ~ProgramMemory();
 

@@ -95,6 +95,7 @@ class MoveMemory : public StepMemory {
  private:
   using Group = MeshExchange::Group;
 
+  // Returns true if the members of the step's groups are not listed.
   bool group_is_large() const { return group_size_ > kMaxGroupListed; }
   Position position_of(Rank rank) const { return *step_.before.mesh().position_of(rank); }
 

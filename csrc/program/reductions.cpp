@@ -171,6 +171,7 @@ class ReductionCompiler {
  public:
   explicit ReductionCompiler(ProgramBuilder& builder) : b_(builder) {}
 
+  // Emits a reduce-scatter from the buffer `current` to the buffer `next`.
   void emit_reduce_scatter(const Step& step, BufferId current, BufferId next) {
     const ReductionSpec reduction = reduction_of(step);
     const int g = b_.group_index(step);
@@ -198,6 +199,7 @@ class ReductionCompiler {
     start_sum(b_, step, g, contributions, contributions.are_equally_long(), result)();
   }
 
+  // Emits an all-reduce from the buffer `current` to the buffer `next`.
   void emit_all_reduce(const Step& step, BufferId current, BufferId next) {
     const ReductionSpec reduction = reduction_of(step);
     if (b_.count_of(next) == 0) return;

@@ -15,6 +15,7 @@ class SegmentLives {
   SegmentLives(const std::vector<SketchedSegment>& segments, int64_t num_segments, int64_t num_steps)
       : segments_(segments), num_segments_(num_segments), num_steps_(num_steps), progress_(num_segments) {}
 
+  // Returns the result of peaks_in_stages(). Must be called once.
   std::vector<int64_t> peaks(int64_t num_needed) {
     for_each_stage(num_segments_, num_steps_,
                    [&](int64_t segment, int64_t stage) { append_stage(segment, stage, num_needed); });

@@ -51,10 +51,12 @@ struct AllToAllOptions {
   RoundMessages without_own;
   RoundMessages with_own;
 
+  // Adds the messages to and from the next peer. Peers and the own part are added by ascending member of the group.
   void add_peer(const Extent& sent, const Extent& received) {
     add(without_own, sent, received);
     add(with_own, sent, received);
   }
+  // Adds the rank's own part.
   void add_own(const Extent& own) { add(with_own, own, own); }
 
   // Numbers of elements: of the messages to and from all peers, and of the own part.
@@ -73,6 +75,7 @@ struct AllToAllOptions {
            is_complete(with_own.sent, totals.sent + totals.own) &&
            is_complete(with_own.received, totals.received + totals.own);
   }
+  // Sets the totals, if not all messages were added.
   void set_totals(const Totals& totals) {
     without_own.sent.set_total(totals.sent);
     without_own.received.set_total(totals.received);

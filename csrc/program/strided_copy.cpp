@@ -49,10 +49,12 @@ class Preparation {
  public:
   Preparation(int64_t item_bytes, int alignment) : item_(item_bytes), alignment_(alignment) {}
 
+  // Adds a box, unless it is empty.
   void add(const Box& box) {
     if (const auto dims = merged_dims(box)) add(box.src_offset, box.dst_offset, *dims);
   }
 
+  // Returns all boxes: one WordBoxes for each width of words, widest first.
   std::vector<WordBoxes> take() {
     std::vector<WordBoxes> all;
     for (auto& [width, boxes] : by_width_) all.push_back(std::move(boxes));

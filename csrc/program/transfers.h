@@ -79,6 +79,7 @@ class Messages {
   int64_t count(size_t i) const { return messages_[i].count; }
   // Returns the number of elements of all messages.
   int64_t total_count() const;
+  // Returns true if all messages have the same number of elements.
   bool are_equally_long() const;
 
   // Returns the number of elements of staging memory that choose_memory(builder, staging) uses, with the padding for

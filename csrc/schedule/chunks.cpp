@@ -48,6 +48,7 @@ class Chunking {
     }
   }
 
+  // Returns the schedule in which the chosen candidates run in chunks.
   StepSchedule run() const {
     std::set<Candidate> chosen;
     const std::optional<StepSchedule> without_chunks = try_plan_with(chosen);

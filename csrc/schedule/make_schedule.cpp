@@ -94,6 +94,7 @@ bool changes_weights(const std::vector<Use>& uses, int i) {
 // no gather is wasted.
 class Residency {
  public:
+  // `limit_bytes` is the maximum number of bytes of buffers at a use.
   Residency(StepSchedule& schedule, int64_t limit_bytes) : s_(schedule), limit_bytes_(limit_bytes) {
     uses_of_.resize(s_.weights.size());
     int changes = 0;
