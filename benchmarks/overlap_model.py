@@ -286,13 +286,12 @@ def draw_panel(picture: Picture, rows: list[dict], shapes: list[Shape], left: fl
 def draw(rows: list[dict]) -> str:
     """Returns an SVG with a panel for each kind, number of ranks and bandwidth."""
     picture = Picture()
-    title = "Predicted, not measured: how much of the communication is hidden behind Llama-3's matrix products"
+    title = "Predicted share of communication hidden behind Llama-3's matrix products (not measured)"
     picture.text(20, 28, title, 16, more=' font-weight="bold"')
     lines = (
-        f"Schedules chosen by the timeline model, products as '{MODEL}', bfloat16. 0% is one after the other. "
-        "GB/s: of the link, per direction.",
-        "Filled mark: in chunks. Hollow mark, at 0%: serial is chosen. Short bar: the most that could be hidden, "
-        "by max(g, c).",
+        f"Schedules chosen by the timeline model; products: model '{MODEL}', bfloat16; 0%: serial; "
+        "GB/s: link, per direction.",
+        "Filled mark: schedule in chunks. Hollow mark, at 0%: serial schedule. Short bar: upper bound, from max(g, c).",
     )
     for index, line in enumerate(lines):
         picture.text(20, 48 + 17 * index, line, 12, SOFT)
@@ -310,7 +309,7 @@ def draw(rows: list[dict]) -> str:
         for row_of_panels, num_ranks in enumerate(RANKS):
             middle = top + PANEL_HEIGHT / 2
             rotation = f' transform="rotate(-90 48 {middle:g})"'
-            picture.text(48, middle, "share hidden (E)", 11, SOFT, "middle", rotation)
+            picture.text(48, middle, "hidden share (E)", 11, SOFT, "middle", rotation)
             rotation = f' transform="rotate(-90 30 {middle:g})"'
             picture.text(30, middle, f"{num_ranks} ranks", 13, INK, "middle", rotation)
             for column, gb_per_second in enumerate(BANDWIDTHS):

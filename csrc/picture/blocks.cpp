@@ -1,5 +1,5 @@
-// Draws blocks of ranks, for plans between two meshes of many ranks. Each state has a column with the ranks of its mesh
-// in a few blocks. A crossing has one arrow for all messages from one block to another.
+// Pictures of plans between two meshes of many ranks. A column shows the mesh of one state, divided into blocks of
+// ranks. An arrow of a crossing is the sum of all messages from one block to another.
 #include <algorithm>
 #include <map>
 #include <utility>
@@ -14,14 +14,14 @@ namespace shardwright {
 namespace {
 
 constexpr int64_t kMaxBlocks = 8;                          // maximum number of blocks of a mesh
-constexpr int64_t kMaxMessagesCounted = int64_t{1} << 20;  // a crossing with more messages has no arrows
+constexpr int64_t kMaxMessagesCounted = int64_t{1} << 20;  // crossings of more messages have no arrows
 constexpr double kBlockWidth = 170;
 constexpr double kBlockHeight = 40;
-constexpr double kPitch = 56;                  // distance between the tops of blocks
+constexpr double kPitch = 56;                  // distance between the tops of adjacent blocks
 constexpr double kTip = 7;                     // size of an arrow's tip
 constexpr const char* kOnOneMesh = "#BBBBBB";  // color of arrows of steps on one mesh
 
-// Draws one plan. Positions of a mesh are divided into blocks.
+// The picture of one plan.
 class BlockPicture {
  public:
   explicit BlockPicture(const Plan& plan) : frame_(plan, 0, kBlockWidth) {
@@ -61,7 +61,7 @@ class BlockPicture {
   static int64_t num_blocks(const Mesh& mesh) { return (mesh.size() + block_size(mesh) - 1) / block_size(mesh); }
   static int64_t block_of(const Mesh& mesh, Rank rank) { return *mesh.position_of(rank) / block_size(mesh); }
 
-  // Returns the name of a block: its rank or range of ranks.
+  // Returns the label of a block: its rank or range of ranks.
   static std::string name_of(const Mesh& mesh, int64_t block) {
     const int64_t first = block * block_size(mesh);
     const int64_t last = std::min(first + block_size(mesh), mesh.size()) - 1;
@@ -72,10 +72,10 @@ class BlockPicture {
       are_consecutive = are_consecutive && to_int(mesh.rank_at(Position{p})) == to_int(from) + p - first;
     }
     if (are_consecutive) return concat("ranks ", from, " to ", mesh.rank_at(Position{last}));
-    return concat(last - first + 1, " ranks from ", from, " on");
+    return concat(last - first + 1, " ranks, first: ", from);
   }
 
-  // Returns the flows of a crossing; none if it has too many messages to count.
+  // Returns the flows of a crossing. Returns none for more than kMaxMessagesCounted messages.
   Flows flows_of(const Step& step) {
     Flows flows;
     const GridExchange crossing = crossing_of(step);
@@ -98,7 +98,7 @@ class BlockPicture {
   // Returns the y of a block's top.
   double y_of(int64_t block) const { return frame_.top() + kPitch * static_cast<double>(block); }
 
-  // Draws a block, with the most bytes that one of its ranks holds.
+  // Draws a block, with the bytes of its largest part.
   void draw_block(size_t state, int64_t block) {
     const Layout& layout = frame_.states()[state];
     const Mesh& mesh = layout.mesh();
@@ -109,12 +109,12 @@ class BlockPicture {
       most = std::max(most, num_elements(layout.region(p)) * layout.dtype().size_bytes());
     }
     const bool is_pending = !layout.partial_dims().empty();
-    const std::string holds = concat(is_pending ? "each contributes to " : "each holds ", bytes_text(most));
-    svg_.open_group("class=\"sw-block\"", concat(name_of(mesh, block), ": ", holds, " at most"));
+    const std::string size = concat(is_pending ? "contribution: max " : "part: max ", bytes_text(most));
+    svg_.open_group("class=\"sw-block\"", concat(name_of(mesh, block), "; ", size));
     svg_.path(rect_path(box), "fill=\"#F6F6F6\" stroke=\"#AAAAAA\"");
     svg_.path(rect_path({box.x, box.y, 6, box.h}), concat("fill=\"", color_of(block), "\""));
     svg_.text(box.x + 14, box.y + 17, name_of(mesh, block), {12, "start", "#111111", true});
-    svg_.text(box.x + 14, box.y + 32, holds, {11, "start", "#555555", false});
+    svg_.text(box.x + 14, box.y + 32, size, {11, "start", "#555555", false});
     svg_.close_group();
   }
 
@@ -169,12 +169,12 @@ class BlockPicture {
   // Adds the legend.
   void add_legend() {
     frame_.add_legend_line(
-        "A box is a block of ranks, in the order of their mesh; \"each holds\" is the most that one of them does.");
-    frame_.add_legend_line(
-        concat("An arrow is all messages from one block to another, in its sender's color, the thicker the "
-               "more bytes (at most ",
-               bytes_text(widest_bytes_), "); gray: a step among the ranks of one mesh."));
-    if (has_uncounted_) frame_.add_legend_line("Too many pairs of ranks exchange something for arrows.");
+        "box: block of ranks in mesh order, with the size of the largest part or contribution of a rank");
+    frame_.add_legend_line(concat("arrow: all messages between two blocks; color: sender; width: bytes (max ",
+                                  bytes_text(widest_bytes_), "); gray: step within one mesh"));
+    if (has_uncounted_) {
+      frame_.add_legend_line(concat("crossing without arrows: more than ", kMaxMessagesCounted, " messages"));
+    }
   }
 
   PictureFrame frame_;

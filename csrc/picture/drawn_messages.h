@@ -1,4 +1,4 @@
-// The messages of a step, element by element, for pictures of few ranks. A picture has one row per rank.
+// The messages of a step with their elements, for pictures with one row per rank.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace shardwright {
 
-// The elements that the rank in row `to` receives from the rank in row `from`, or keeps if the rows are equal.
+// The elements that row `to` receives from row `from`. Equal rows: the elements that the rank keeps.
 struct DrawnMessage {
   int64_t from = 0;
   int64_t to = 0;
@@ -21,7 +21,7 @@ struct DrawnMessage {
 bool reduces(const Step& step);
 
 // Returns the messages and kept elements of a step, sorted by sender, then receiver. For reductions, returns kept
-// elements only. `rows` has the row of every rank of the step. Visits all pairs of ranks that communicate.
+// elements only. `rows` has the row of every rank of the step. The cost grows with the pairs of communicating ranks.
 std::vector<DrawnMessage> drawn_messages(const Step& step, const std::map<Rank, int64_t>& rows);
 
 }  // namespace shardwright

@@ -25,15 +25,15 @@ constexpr size_t kMaxTitleChars = 110;
 constexpr size_t kMaxPlacementsChars = 28;
 constexpr size_t kMaxStepChars = 36;
 
-// Returns a description of a local step, for readers who do not know its name.
-const char* explanation_of(StepOp op) {
+// Returns the result of a local step on each rank, for readers who do not know the step's name.
+const char* local_result(StepOp op) {
   switch (op) {
     case StepOp::kSlice:
-      return "each rank keeps a part";
+      return "result: one slice per rank";
     case StepOp::kPartition:
-      return "each rank keeps its share of the value";
+      return "result: one contribution per rank";
     case StepOp::kZeroFill:
-      return "own part amid zeros";
+      return "result: own part, zeros elsewhere";
     default:
       return "";
   }
@@ -41,14 +41,14 @@ const char* explanation_of(StepOp op) {
 
 // Returns a line with the plan's costs and the options it was planned with.
 std::string subtitle_of(const Plan& plan) {
-  const std::string how =
-      concat(plan.lowering.name, ", least ", objective_name(plan.objective), " on ", plan.topology.name);
-  const std::string time = microseconds_text(predicted_picoseconds(plan));
+  const std::string time = concat("predicted time: ", microseconds_text(predicted_picoseconds(plan)));
+  const std::string options = concat("backend: ", plan.lowering.name, "; objective: ", objective_name(plan.objective),
+                                     "; topology: ", plan.topology.name);
   const TrafficTotals all = totals(plan);
-  if (all.messages_max == 0) return concat("Nothing is sent; about ", time, ". (", how, ")");
-  return concat("A rank receives at most ", bytes_text(all.received_bytes_max), " in ",
-                count_text(all.messages_max, "message"), ", about ", time, "; no plan gets below ",
-                bytes_text(lower_bound(plan.src, plan.dst).bytes_max), ". (", how, ")");
+  if (all.messages_max == 0) return concat("no communication; ", time, "; ", options);
+  return concat("received, worst rank: ", bytes_text(all.received_bytes_max), " in ",
+                count_text(all.messages_max, "message"), " (lower bound ",
+                bytes_text(lower_bound(plan.src, plan.dst).bytes_max), "); ", time, "; ", options);
 }
 
 // Returns the size of a dim. A dim that the tensor does not have (-1) is drawn as one element.
@@ -166,29 +166,29 @@ PictureFrame::PictureFrame(const Plan& plan, double labels_width, double column_
 }
 
 std::vector<std::string> PictureFrame::step_lines(const Plan& plan, size_t index) const {
-  if (plan.steps.empty()) return {"nothing to do", "every rank holds what it needs"};
+  if (plan.steps.empty()) return {"no steps", "parts unchanged on all ranks"};
   const Step& step = plan.steps[index];
   const Mesh& mesh = step.before.mesh();
   std::vector<std::string> lines{shortened(concat(index + 1, ". ", step_name(step)), kMaxStepChars)};
   const std::string time = microseconds_text(predicted_picoseconds(step, plan.lowering, plan.topology));
   if (is_local(step.op)) {
-    lines.emplace_back(explanation_of(step.op));
-    lines.push_back(concat("nothing is sent, about ", time));
+    lines.emplace_back(local_result(step.op));
+    lines.push_back(concat("no communication, predicted ", time));
     return lines;
   }
   const TrafficTotals all = totals(step, plan.lowering);
   lines.push_back(step.op == StepOp::kCross
-                      ? concat(mesh.size(), " ranks to ", step.after.mesh().size(), ", about ", time)
-                      : concat("groups of ", mesh.group_size(step.mesh_dims), ", about ", time));
-  lines.push_back(concat("a rank receives at most ", bytes_text(all.received_bytes_max)));
+                      ? concat(mesh.size(), " ranks to ", step.after.mesh().size(), ", predicted ", time)
+                      : concat("groups of ", mesh.group_size(step.mesh_dims), ", predicted ", time));
+  lines.push_back(concat("received, worst rank: ", bytes_text(all.received_bytes_max)));
   lines.push_back(concat("in ", count_text(all.messages_max, "message")));
-  if (step.ordered) lines.back() += ", in rank order";
+  if (step.ordered) lines.emplace_back("reduction in rank order");
   if (step.policy == ReplicaPolicy::kNodeLocal) {
-    lines.emplace_back("from the own node first");
+    lines.emplace_back("senders: same node first");
   } else if (step.policy != ReplicaPolicy::kAligned && step.op != StepOp::kCross) {
-    lines.emplace_back("replicas share the sending");
+    lines.emplace_back("senders: all replicas");
   }
-  if (step.rounds > 1) lines.push_back(concat("in ", step.rounds, " rounds"));
+  if (step.rounds > 1) lines.push_back(concat(step.rounds, " rounds"));
   return lines;
 }
 
@@ -209,8 +209,8 @@ void PictureFrame::draw_heads(Svg& svg) const {
   }
 }
 
-void PictureFrame::add_legend_line(const std::string& words, const std::string& fill, bool striped) {
-  legend_.push_back({words, fill, striped});
+void PictureFrame::add_legend_line(const std::string& label, const std::string& fill, bool striped) {
+  legend_.push_back({label, fill, striped});
 }
 
 std::string PictureFrame::page(Svg& svg, double right, double bottom) const {
@@ -223,8 +223,8 @@ std::string PictureFrame::page(Svg& svg, double right, double bottom) const {
       if (line.striped) svg.stripes(swatch);
       x += 26;
     }
-    svg.text(x, y, line.words, kLegend);
-    right = std::max(right, x + text_width(line.words, kLegend));
+    svg.text(x, y, line.label, kLegend);
+    right = std::max(right, x + text_width(line.label, kLegend));
     y += 18;
   }
   right = std::max({right, kMargin + text_width(shortened(title_, kMaxTitleChars), kTitle),

@@ -1,6 +1,6 @@
-// The frame that all kinds of picture share: a title, a column for each state with its placements, a gap for each step
-// with its description and costs, and a legend. A *state* is a layout of the tensor before, between or after steps. A
-// *box* is the rectangle that shows the full tensor in one state. Lengths are in pixels.
+// The frame of every kind of picture: a title, a column for each state with its placements, a gap for each step with
+// its description and costs, and a legend. A *state* is a layout of the tensor before, between or after steps. A *box*
+// is the rectangle that shows the full tensor in one state. Lengths are in pixels.
 #pragma once
 
 #include <string>
@@ -22,18 +22,18 @@ std::string picture_by_block(const Plan& plan);
 struct DrawnDims {
   int down = -1;            // from the top to the bottom
   int across = -1;          // from the left to the right
-  std::vector<int> strips;  // cut dims that the box has no place for; each is a strip below it
+  std::vector<int> strips;  // other cut dims; each has a strip below the box
 };
 
-// Returns the dims to draw in all of these states.
+// Returns the dims to draw, equal for all states of a plan.
 DrawnDims drawn_dims(const std::vector<Layout>& states);
 
-// Returns the size of the box that shows a tensor, at most `height` high. It has the tensor's proportions, within
-// limits that keep it readable.
+// Returns the size of a tensor's box, at most `height` high. The aspect ratio is the tensor's, clamped to a readable
+// range.
 Rect box_size(const std::vector<int64_t>& shape, const DrawnDims& drawn, double height);
 
-// Returns the rectangles of a box that a part covers: the product of its intervals on the drawn dims. Returns none if
-// there would be more than `max_rects`.
+// Returns the rectangles of a part within a box: the product of its intervals on the drawn dims. Returns none for more
+// than `max_rects` rectangles.
 constexpr size_t kMaxRectsDrawn = 128;
 std::vector<Rect> rects_of(const Region& part, const std::vector<int64_t>& shape, const DrawnDims& drawn,
                            const Rect& box, size_t max_rects = kMaxRectsDrawn);
@@ -44,25 +44,25 @@ std::string indices_text(const Region& part);
 // Returns the source, the layouts between steps, and the destination; without steps, only source and destination.
 std::vector<Layout> states_of(const Plan& plan);
 
-// The frame of one plan. Rows are drawn by its owner, from top() down.
+// The frame of one plan. The owner of the frame draws the rows, from top() down.
 class PictureFrame {
  public:
-  // `labels_width` is kept free to the left of the first column; columns are at least `column_width` wide.
+  // `labels_width` is the width of the free space left of the first column, `column_width` the least column width.
   PictureFrame(const Plan& plan, double labels_width, double column_width);
 
-  // States and steps. A plan without steps is drawn with one step that keeps everything.
+  // States and steps. A plan without steps has one step here, which keeps all elements.
   const std::vector<Layout>& states() const { return states_; }
   const std::vector<Step>& steps() const { return steps_; }
 
-  double column(size_t state) const { return columns_[state]; }  // x of its middle
-  double top() const { return top_; }                            // y at which rows begin
+  double column(size_t state) const { return columns_[state]; }  // x of the column's middle
+  double top() const { return top_; }                            // y of the first row
   double right() const { return right_; }                        // x of the end of the last column
 
-  // Draws the title, and the texts above columns and gaps.
+  // Draws the title and the texts above columns and gaps.
   void draw_heads(Svg& svg) const;
 
-  // Adds a line to the legend, preceded by a swatch if `fill` is not empty.
-  void add_legend_line(const std::string& words, const std::string& fill = {}, bool striped = false);
+  // Adds a line to the legend. A `fill` adds a swatch in this color.
+  void add_legend_line(const std::string& label, const std::string& fill = {}, bool striped = false);
   // Draws the legend and returns the document. The picture ends at `right` and `bottom`.
   std::string page(Svg& svg, double right, double bottom) const;
 
@@ -81,7 +81,7 @@ class PictureFrame {
   double right_ = 0;
 
   struct LegendLine {
-    std::string words;
+    std::string label;
     std::string fill;
     bool striped;
   };

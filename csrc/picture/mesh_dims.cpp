@@ -1,5 +1,5 @@
-// Draws one row per mesh dim, like a circuit diagram: a mesh dim is a wire, and a step is a bar with a dot on every
-// wire that it spans.
+// Pictures with one row per mesh dim, like a circuit diagram: a mesh dim is a wire, and a step is a bar with a dot on
+// each of its mesh dims.
 #include <algorithm>
 
 #include "picture/frame.h"
@@ -10,19 +10,19 @@
 namespace shardwright {
 namespace {
 
-constexpr double kIcon = 34;  // side of the square that shows a placement
+constexpr double kIcon = 34;  // side of the icon of a placement
 constexpr double kCellWidth = 150;
 constexpr double kRow = 56;  // height of a row
 constexpr double kTensorHeight = 90;
-constexpr int64_t kMaxPartsDrawn = 16;  // along each side of the tensor
+constexpr int64_t kMaxPartsDrawn = 16;  // maximum number of parts along each side of the tensor
 constexpr const char* kWire = "#BBBBBB";
-constexpr const char* kSpans = "#BB3311";  // color of the mesh dims that a step spans
+constexpr const char* kSpans = "#BB3311";  // color of the mesh dims of a step
 constexpr const char* kReplicated = "#9AA5B1";
 constexpr const char* kPending = "#EE8844";
 constexpr TextStyle kName{13, "start", "#111111", true};
 constexpr TextStyle kNote{11, "start", "#555555", false};
 constexpr TextStyle kCaption{11, "middle", "#555555", false};
-constexpr size_t kMaxNameChars = 20;  // of the name of a mesh dim
+constexpr size_t kMaxNameChars = 20;  // maximum length of the label of a mesh dim
 
 // Returns the color of a tensor dim.
 const char* color_of_dim(int64_t tensor_dim) { return color_of(tensor_dim % 2 == 0 ? tensor_dim : tensor_dim + 6); }
@@ -30,7 +30,7 @@ const char* color_of_dim(int64_t tensor_dim) { return color_of(tensor_dim % 2 ==
 // Returns "2nd" for 2.
 std::string ordinal(size_t n) { return concat(n, n == 1 ? "st" : n == 2 ? "nd" : n == 3 ? "rd" : "th"); }
 
-// Draws one plan.
+// The picture of one plan.
 class MeshDimPicture {
  public:
   explicit MeshDimPicture(const Plan& plan)
@@ -47,8 +47,8 @@ class MeshDimPicture {
       for (int d = 0; d < mesh_.ndim(); ++d) draw_cell(state, d);
       draw_tensor(state);
     }
-    svg_.text(20, tensor_top() + 20, "the tensor,", kName);
-    svg_.text(20, tensor_top() + 36, "one rank's part filled", kNote);
+    svg_.text(20, tensor_top() + 20, "full tensor", kName);
+    svg_.text(20, tensor_top() + 36, first_part_label(), kNote);
     add_legend();
     return frame_.page(svg_, frame_.right(), tensor_top() + box_.h + 16 + 4 * 15);
   }
@@ -56,13 +56,15 @@ class MeshDimPicture {
  private:
   // ---- places
 
-  // Returns the y of the line of a mesh dim.
+  // Returns the y of the wire of a mesh dim.
   double wire(int mesh_dim) const { return frame_.top() + kRow * mesh_dim + kRow / 2; }
-  // Returns the y at which the boxes of the tensor begin, below all rows.
+  // Returns the y of the tops of the tensor's boxes, below all rows.
   double tensor_top() const { return frame_.top() + kRow * mesh_.ndim() + 20; }
 
+  std::string first_part_label() const { return concat("filled: part of rank ", mesh_.rank_at(Position{0})); }
+
   double labels_width() const {
-    double width = text_width("one rank's part filled", kNote);
+    double width = text_width(first_part_label(), kNote);
     for (const std::string& name : mesh_.dim_names()) {
       width = std::max(width, text_width(shortened(name, kMaxNameChars), kName));
     }
@@ -78,7 +80,7 @@ class MeshDimPicture {
 
   // ---- steps
 
-  // Draws a step: a line for each mesh dim, and a bar that joins the mesh dims that the step spans.
+  // Draws a step: a wire for each mesh dim, and a bar across the mesh dims of the step.
   void draw_step(size_t index) {
     const Step& step = frame_.steps()[index];
     const double x0 = frame_.column(index) + kCellWidth / 2;
@@ -123,8 +125,8 @@ class MeshDimPicture {
     svg_.text(icon.x + kIcon + 8, icon.y + 29, note(layout, mesh_dim), kNote);
   }
 
-  // Fills the first of `num_ranks` slices, or of 8 if there are more, so that slices can be told apart. If parts have
-  // several runs, draws up to 3 runs of up to 4 slices, and fills the first slice of each run.
+  // Draws up to 8 slices and fills the first. A part of several runs has an icon of up to 3 runs, each of up to 4
+  // slices, with the first slice of each run filled.
   void draw_cut_icon(const Rect& icon, const Placement& placement, int64_t n, int64_t num_ranks) {
     const auto pieces = static_cast<double>(std::min<int64_t>(placement.rule.runs(n, num_ranks), 3));
     const auto slices = pieces * static_cast<double>(std::min<int64_t>(num_ranks, pieces > 1 ? 4 : 8));
@@ -145,17 +147,17 @@ class MeshDimPicture {
     svg_.path(lines, "fill=\"none\" stroke=\"#AAAAAA\" stroke-width=\"0.7\"");
   }
 
-  // Returns a text about a placement, such as "cut in 4, 2nd" (the second cut of its tensor dim).
+  // Returns a label of a placement, such as "4 parts, 2nd cut" (the second cut of its tensor dim).
   std::string note(const Layout& layout, int mesh_dim) const {
     const int64_t size = mesh_.dim_size(mesh_dim);
     const Placement& placement = layout.placements()[mesh_dim];
-    if (size == 1) return "changes nothing";
+    if (size == 1) return "no effect";
     if (placement.is_replicate()) return concat(size, " copies");
-    if (placement.is_partial()) return concat(size, " contribute");
+    if (placement.is_partial()) return concat(size, " contributions");
     const std::vector<Cut>& cuts = layout.cuts(static_cast<int>(placement.dim));
-    std::string text = concat("cut in ", size);
+    std::string text = concat(size, " parts");
     for (size_t i = 0; i < cuts.size() && cuts.size() > 1; ++i) {
-      if (cuts[i].mesh_dim == mesh_dim) text += concat(", ", ordinal(i + 1));
+      if (cuts[i].mesh_dim == mesh_dim) text += concat(", ", ordinal(i + 1), " cut");
     }
     return text;
   }
@@ -172,7 +174,7 @@ class MeshDimPicture {
     const Region part = layout.region(0);
     std::string d;
     for (Rect rect : rects_of(part, layout.shape(), drawn_, box)) {
-      // One part of thousands stays visible, because it is drawn as large as one of kMaxPartsDrawn.
+      // A minimum size keeps one part of thousands visible.
       rect.w = std::max(rect.w, box.w / kMaxPartsDrawn);
       rect.h = std::max(rect.h, box.h / kMaxPartsDrawn);
       d += rect_path(rect);
@@ -215,23 +217,22 @@ class MeshDimPicture {
     const int64_t copies = mesh_.group_size(layout.replicated_dims());
     const int64_t contributions = mesh_.group_size(layout.partial_dims());
     std::vector<std::string> lines{shortened(concat(join(parts, " x "), " parts"), 24),
-                                   shortened(concat("of [", join(shape_of(part)), "]"), 24),
-                                   concat(bytes_text(num_elements(part) * layout.dtype().size_bytes()), " a rank")};
-    if (copies > 1) lines.push_back(concat(copies, " copies of each"));
-    if (contributions > 1) lines.push_back(concat(contributions, " contributions to each"));
+                                   shortened(concat("part: [", join(shape_of(part)), "]"), 24),
+                                   concat(bytes_text(num_elements(part) * layout.dtype().size_bytes()), " per rank")};
+    if (copies > 1) lines.push_back(concat(copies, " copies per part"));
+    if (contributions > 1) lines.push_back(concat(contributions, " contributions per part"));
     return lines;
   }
 
   // Adds the legend.
   void add_legend() {
-    frame_.add_legend_line("A row is a mesh dim: how the tensor lies along it before and after each step.");
-    frame_.add_legend_line("mesh dims that a step spans, joined: its groups are the ranks that differ only in these",
-                           kSpans);
-    frame_.add_legend_line("cut: filled is the slice of the first rank; of many slices few are drawn", color_of_dim(0));
-    frame_.add_legend_line("replicated: all ranks along the mesh dim hold the same", kReplicated);
+    frame_.add_legend_line("row: mesh dim, with its placement before and after each step");
+    frame_.add_legend_line("bar: mesh dims of a step; a group has the ranks that differ only in these dims", kSpans);
+    frame_.add_legend_line("sharded; filled: part of the first rank; parts drawn: at most 8", color_of_dim(0));
+    frame_.add_legend_line("replicated: equal data on all ranks along the mesh dim", kReplicated);
     bool has_pending = false;
     for (const Layout& layout : frame_.states()) has_pending = has_pending || !layout.partial_dims().empty();
-    if (has_pending) frame_.add_legend_line("striped: contributions that are still to be reduced", kPending, true);
+    if (has_pending) frame_.add_legend_line("striped: contributions to a pending reduction", kPending, true);
   }
 
   const Mesh& mesh_;

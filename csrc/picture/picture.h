@@ -1,11 +1,12 @@
-// Draws a plan as a picture of the parts of ranks in each state, and of the messages of each step.
+// Pictures of plans: the parts of ranks in each state, and the messages of each step.
 //
-// On meshes of up to kMaxRanksDrawn ranks, each rank has a row: a box for each state, which shows the full tensor with
-// the rank's part filled in the colors of the ranks that it was received from, and an arrow for each message. On larger
-// meshes each mesh dim has a row with its placement in each state, at a cost that does not depend on the number of
-// ranks. Plans between two meshes are drawn by rank if both together have up to kMaxRanksDrawn ranks, otherwise in
-// blocks of ranks, with one arrow for all messages from one block to another. A rearrangement on more ranks, or one
-// that flattens dims on one side only, is drawn as the plan's text.
+//   by rank       up to kMaxRanksDrawn ranks, of one mesh or two. A row per rank, with a box for each state and an
+//   arrow
+//                 for each message. A box is the full tensor; the rank's part has the colors of its senders.
+//   by mesh dim   more ranks, one mesh. A row per mesh dim, with its placement in each state. The cost does not depend
+//                 on the number of ranks.
+//   by block      more ranks, two meshes. Blocks of ranks, with an arrow for all messages from one block to another.
+//   as text       rearrangements of more ranks, and rearrangements that flatten dims on one side only.
 //
 // Equal plans give equal documents, which load no other files and run no code.
 #pragma once

@@ -1,5 +1,5 @@
-// Draws one row per rank. All ranks and all pairs of a group are visited, so this is only for small meshes. In a plan
-// between two meshes, a rank has a box only in states whose mesh contains it.
+// Pictures with one row per rank. Only for small meshes: the cost grows with the pairs of ranks in a group. In a plan
+// between two meshes, a rank has a box only in states whose mesh contains the rank.
 #include <algorithm>
 #include <map>
 #include <optional>
@@ -14,15 +14,15 @@
 namespace shardwright {
 namespace {
 
-constexpr const char* kZeros = "#D8D8D8";  // zeros amid a rank's own part
-constexpr const char* kStays = "#BBBBBB";  // arrows of elements that stay on their rank
-constexpr const char* kStrip = "#777777";  // parts in strips
+constexpr const char* kZeros = "#D8D8D8";  // color of zeros around a rank's part
+constexpr const char* kStays = "#BBBBBB";  // color of arrows of kept elements
+constexpr const char* kStrip = "#777777";  // color of parts in strips
 constexpr TextStyle kRank{13, "start", "#111111", true};
 constexpr TextStyle kCoordinate{10, "start", "#555555", false};
 constexpr TextStyle kResultRank{11, "start", "#555555", false};
 constexpr TextStyle kEmpty{10, "middle", "#888888", false};
 constexpr size_t kMaxCoordinateChars = 30;
-constexpr double kStripHeight = 6;  // strip for a cut dim that the box does not show
+constexpr double kStripHeight = 6;  // height of the strip of a cut dim below a box
 constexpr double kTip = 7;
 
 // Returns the operation of a pending reduction over some of `mesh_dims`, such as "sum"; empty if there is none.
@@ -42,7 +42,7 @@ std::vector<Rank> rows_of(const Plan& plan) {
   return ranks;
 }
 
-// Draws one plan. Rows are numbered from the top; `ranks_` has the rank of each row.
+// The picture of one plan. Rows are numbered from the top; `ranks_` has the rank of each row.
 class RankPicture {
  public:
   explicit RankPicture(const Plan& plan)
@@ -85,7 +85,7 @@ class RankPicture {
   }
 
  private:
-  // Returns the height of a box, which is smaller if there are more rows.
+  // Returns the height of a box, which decreases with the number of rows.
   static double box_height(int64_t num_ranks) {
     return std::clamp(760.0 / static_cast<double>(num_ranks) - 14, 58.0, 104.0);
   }
@@ -158,8 +158,8 @@ class RankPicture {
     const Region held = layout.region(position);
     const bool is_pending = !layout.partial_dims().empty();
     svg_.open_group("class=\"sw-box\"",
-                    concat(name_of(row_number), is_pending ? " holds a contribution to " : " holds ",
-                           indices_text(held), ", ", bytes_text(num_elements(held) * layout.dtype().size_bytes())));
+                    concat(name_of(row_number), is_pending ? ": contribution to " : ": ", indices_text(held), ", ",
+                           bytes_text(num_elements(held) * layout.dtype().size_bytes())));
     const bool is_empty_tensor = layout.num_elements() == 0;
     svg_.path(rect_path(box), is_empty_tensor ? "fill=\"#FFFFFF\" stroke=\"#AAAAAA\" stroke-dasharray=\"3 3\""
                                               : "fill=\"#F6F6F6\" stroke=\"#AAAAAA\"");
@@ -172,7 +172,7 @@ class RankPicture {
     svg_.close_group();
   }
 
-  // Fills the rank's part with the elements that it received or kept in the step before, each in its sender's color.
+  // Fills the rank's part with the elements received or kept in the previous step, each in the color of its sender.
   void draw_parts(size_t state, int64_t row_number, const Rect& box, const Region& held) {
     const Layout& layout = frame_.states()[state];
     const bool is_pending = !layout.partial_dims().empty();
@@ -188,12 +188,12 @@ class RankPicture {
     const bool hides_some = overlap_in_drawing(messages);
     has_hidden_ = has_hidden_ || hides_some;
     for (const DrawnMessage& message : messages) {
-      const std::string words = is_pending || hides_some ? "" : op.empty() ? rank_text(message.from) : op;
-      draw_part(box, message, hides_some ? row_number : message.from, words);
+      const std::string label = is_pending || hides_some ? "" : op.empty() ? rank_text(message.from) : op;
+      draw_part(box, message, hides_some ? row_number : message.from, label);
     }
   }
 
-  // Returns true if some parts overlap in the picture because they differ only in dims that are not drawn.
+  // Returns true if parts that differ only in undrawn dims overlap in the picture.
   bool overlap_in_drawing(const std::vector<DrawnMessage>& messages) const {
     const auto overlap = [](const Region& a, const Region& b, int dim) {
       return dim < 0 || intersection_length(a[dim], b[dim]) > 0;
@@ -210,8 +210,8 @@ class RankPicture {
     return false;
   }
 
-  // Fills the elements of a message in the color of a row, and writes `words` into the largest rectangle.
-  void draw_part(const Rect& box, const DrawnMessage& message, int64_t color, const std::string& words) {
+  // Fills the elements of a message in the color of a row, and writes `label` into the largest rectangle.
+  void draw_part(const Rect& box, const DrawnMessage& message, int64_t color, const std::string& label) {
     std::vector<Rect> all;
     for (const Region& part : message.parts) {
       const std::vector<Rect> part_rects = rects(part, box);
@@ -219,25 +219,26 @@ class RankPicture {
       if (part_rects.empty() && num_elements(part) > 0) draw_pale(part, box, color);
     }
     if (all.empty()) return;
-    const std::string more = message.parts.size() > 1 ? " and more" : "";
+    const size_t others = message.parts.size() - 1;
+    const std::string more = others > 0 ? concat(" and ", others, " more") : "";
     const std::string title = message.from == message.to
                                   ? ""
-                                  : concat(name_of(message.to), " has ", indices_text(message.parts[0]), more, " from ",
+                                  : concat(name_of(message.to), ": ", indices_text(message.parts[0]), more, " from ",
                                            name_of(message.from), ", ", bytes_text(message.bytes));
     fill(all, color_of(color), "class=\"sw-part\" stroke=\"#FFFFFF\" stroke-width=\"0.7\"", title);
-    write_into(
+    draw_label_in(
         *std::max_element(all.begin(), all.end(), [](const Rect& a, const Rect& b) { return a.w * a.h < b.w * b.h; }),
-        words, ink_on(color));
+        label, ink_on(color));
   }
 
-  // Writes the words in the middle of a rectangle if there is room.
-  void write_into(const Rect& rect, const std::string& words, const char* ink) {
+  // Writes a label into the middle of a rectangle if it fits.
+  void draw_label_in(const Rect& rect, const std::string& label, const char* ink) {
     const TextStyle style{std::clamp(rect.h - 1.5, 8.0, 11.0), "middle", ink, false};
-    if (words.empty() || rect.h < style.size + 1 || rect.w < text_width(words, style) + 2) return;
-    svg_.text(rect.x + rect.w / 2, rect.y + rect.h / 2 + style.size * 0.36, words, style);
+    if (label.empty() || rect.h < style.size + 1 || rect.w < text_width(label, style) + 2) return;
+    svg_.text(rect.x + rect.w / 2, rect.y + rect.h / 2 + style.size * 0.36, label, style);
   }
 
-  // Returns the rectangles of a part in a box; none if there would be too many.
+  // Returns the rectangles of a part in a box; none for more than kMaxRectsDrawn.
   std::vector<Rect> rects(const Region& part, const Rect& box) const {
     return rects_of(part, plan_.src.shape(), drawn_, box);
   }
@@ -250,21 +251,21 @@ class RankPicture {
     svg_.path(d, concat("fill=\"", color, "\" ", attributes), title);
   }
 
-  // Returns the bounding range of a part: in each dim, from its first to its last index. It is drawn instead of a part
-  // with too many pieces.
+  // Returns the bounding range of a part: in each dim, from its first to its last index. draw_pale() fills this range
+  // for parts of too many pieces.
   Region range_of(const Region& part) const {
     Region range;
     for (const IntervalList& list : part) range.push_back({span_of(list)});
     return range;
   }
 
-  // Fills the range of a part that has too many pieces.
+  // Fills the bounding range of a part of too many pieces.
   void draw_pale(const Region& part, const Rect& box, int64_t color) {
     has_pale_ = true;
     fill(rects(range_of(part), box), color_of(color), "class=\"sw-pale\" fill-opacity=\"0.35\"", "");
   }
 
-  // Draws stripes over a part: it is a contribution to a pending reduction.
+  // Draws stripes over a contribution to a pending reduction.
   void draw_stripes(const Region& held, const Rect& box) {
     if (num_elements(held) == 0) return;
     std::vector<Rect> all = rects(held, box);
@@ -274,7 +275,7 @@ class RankPicture {
     svg_.stripes(d);
   }
 
-  // Draws a strip below the box for each cut dim that the box does not show.
+  // Draws a strip below the box for each cut dim that is neither down nor across.
   void draw_strips(const Region& held, const Rect& box) {
     double y = box.y + box.h + 2;
     for (const int t : drawn_.strips) {
@@ -289,7 +290,7 @@ class RankPicture {
 
   // ---- messages
 
-  // Returns the width of an arrow. It grows with the bytes, but leaves space between arrows at the same box.
+  // Returns the width of an arrow, by its bytes, limited so that the arrows at one box stay apart.
   double arrow_width(int64_t bytes, size_t neighbors) const {
     const double share = static_cast<double>(bytes) / static_cast<double>(std::max<int64_t>(widest_bytes_, 1));
     return std::min(1.1 + 2.4 * share, 0.45 * box_.h / static_cast<double>(neighbors));
@@ -395,35 +396,33 @@ class RankPicture {
 
   // ---- legend
 
-  // Returns the legend's line about boxes.
+  // Returns the label of boxes in the legend.
   std::string box_text() const {
     const auto dim_text = [&](int t) { return concat("dim ", t, " (", plan_.src.shape()[t], ")"); };
-    if (drawn_.across < 0) return "A box is the whole tensor, one element.";
-    std::string text = concat("A box is the whole tensor: ", dim_text(drawn_.across), " runs to the right");
-    if (drawn_.down >= 0) {
-      text = concat("A box is the whole tensor: ", dim_text(drawn_.down), " runs down, ", dim_text(drawn_.across),
-                    " to the right");
-    }
-    for (const int t : drawn_.strips) text += concat("; ", dim_text(t), " is the strip below");
+    if (drawn_.across < 0) return "box: full tensor (one element)";
+    std::string text = "box: full tensor, ";
+    if (drawn_.down >= 0) text += concat(dim_text(drawn_.down), " down, ");
+    text += concat(dim_text(drawn_.across), " across");
+    for (const int t : drawn_.strips) text += concat("; strip below: ", dim_text(t));
     const size_t hidden = plan_.src.shape().size() - 2 - drawn_.strips.size();
-    if (plan_.src.ndim() > 2 && hidden > 0) text += "; other dims are held whole and not drawn";
-    return text + ".";
+    if (plan_.src.ndim() > 2 && hidden > 0) text += "; not drawn: uncut dims";
+    return text;
   }
 
   // Adds the legend.
   void add_legend() {
     frame_.add_legend_line(box_text());
-    frame_.add_legend_line("What a rank holds is filled in the color, and has the number, of the rank it came from.");
+    frame_.add_legend_line("filled: part of the rank, with color and number of the sender");
     if (has_hidden_) {
-      frame_.add_legend_line("Where parts from several ranks cover one another, all are in the holder's own color.");
+      frame_.add_legend_line("parts of several senders that overlap in the drawing: color of the receiver");
     }
     if (widest_bytes_ > 0) {
-      frame_.add_legend_line(concat("An arrow is a message in its sender's color, the thicker the more bytes (at most ",
-                                    bytes_text(widest_bytes_), "); gray: what stays where it is."));
+      frame_.add_legend_line(concat("arrow: message; color: sender; width: bytes (max ", bytes_text(widest_bytes_),
+                                    "); gray: kept elements"));
     }
     const std::vector<Step>& steps = frame_.steps();
     if (std::any_of(steps.begin(), steps.end(), reduces)) {
-      frame_.add_legend_line("A circle reduces what the ranks of a group hold; each takes its result from there.");
+      frame_.add_legend_line("circle: reduction over a group of ranks");
     }
     std::string pending;
     bool has_zeros = false;
@@ -432,14 +431,11 @@ class RankPicture {
     }
     for (const Step& step : steps) has_zeros = has_zeros || step.op == StepOp::kZeroFill;
     if (!pending.empty()) {
-      frame_.add_legend_line(
-          concat("striped: a contribution; the value is the ", pending, " over the ranks that hold one"), color_of(0),
-          true);
+      frame_.add_legend_line(concat("striped: contribution to a pending ", pending), color_of(0), true);
     }
     if (has_zeros) frame_.add_legend_line("zeros", kZeros, true);
     if (has_pale_) {
-      frame_.add_legend_line(concat("pale: more than ", kMaxRectsDrawn, " pieces; drawn is the range they lie in"),
-                             "#99C9E4");
+      frame_.add_legend_line(concat("pale: bounding range of more than ", kMaxRectsDrawn, " pieces"), "#99C9E4");
     }
   }
 
@@ -453,8 +449,8 @@ class RankPicture {
   double pitch_ = 0;                                 // distance between the tops of rows
   std::vector<std::vector<DrawnMessage>> messages_;  // by step
   int64_t widest_bytes_ = 0;                         // bytes of the largest message
-  bool has_pale_ = false;                            // some part was drawn by draw_pale()
-  bool has_hidden_ = false;                          // some parts lie behind one another
+  bool has_pale_ = false;                            // draw_pale() was called
+  bool has_hidden_ = false;                          // parts overlap in the picture
 };
 
 }  // namespace

@@ -10,14 +10,15 @@
 namespace shardwright {
 namespace {
 
-constexpr double kLeft = 110;   // x at which lanes begin, after their labels
+constexpr double kLeft = 110;   // x of the left end of lanes
 constexpr double kWidth = 960;  // width of the lanes
 constexpr double kLaneHeight = 34;
 constexpr double kArenaHeight = 240;
 constexpr double kGap = 14;  // between lanes
 constexpr double kTop = 64;  // y of the first lane
 
-// Draws one schedule. Without times, every use takes one unit of time, and there are no other lanes.
+// The picture of one schedule. In a schedule without times, each use takes one unit of time, and there are no lanes of
+// transfers.
 class StepPicture {
  public:
   explicit StepPicture(const StepSchedule& schedule) : s_(schedule), has_times_(has_times(schedule)) {
@@ -30,7 +31,7 @@ class StepPicture {
   }
 
   std::string page() {
-    const std::string title = concat("A step of ", count_text(static_cast<int64_t>(s_.uses.size()), "use"), ", ",
+    const std::string title = concat("Training step: ", count_text(static_cast<int64_t>(s_.uses.size()), "use"), ", ",
                                      count_text(static_cast<int64_t>(s_.gathers.size()), "gather"), ", ",
                                      count_text(static_cast<int64_t>(s_.reductions.size()), "reduction"));
     svg_.text(kLeft, 26, title, {.size = 16, .bold = true});
@@ -53,13 +54,13 @@ class StepPicture {
 
  private:
   std::string subtitle() const {
-    const std::string memory =
-        concat("peak ", bytes_text(s_.peak_bytes()), ": arena ", bytes_text(s_.arena_bytes), ", gradients ",
-               bytes_text(s_.peak_gradient_bytes),
-               s_.peak_activation_bytes == 0 ? "" : concat(", activations ", bytes_text(s_.peak_activation_bytes)));
+    const std::string memory = concat(
+        "peak memory: ", bytes_text(s_.peak_bytes()), " (arena ", bytes_text(s_.arena_bytes), ", gradients ",
+        bytes_text(s_.peak_gradient_bytes),
+        s_.peak_activation_bytes == 0 ? "" : concat(", activations ", bytes_text(s_.peak_activation_bytes)), ")");
     if (!has_times_) return memory;
-    return concat("predicted ", microseconds_text(lanes_.total_ps), ", compute ", microseconds_text(lanes_.compute_ps),
-                  "; ", memory);
+    return concat("predicted time: ", microseconds_text(lanes_.total_ps), " (compute ",
+                  microseconds_text(lanes_.compute_ps), "); ", memory);
   }
 
   // Returns the x coordinate of a time.
@@ -68,15 +69,15 @@ class StepPicture {
     return kLeft + static_cast<double>(ps) / all * kWidth;
   }
 
-  // Draws a rectangle in the color of a weight, with `words` if there is room. `title` is shown on hover.
-  void draw(const Rect& rect, int weight, bool is_striped, const std::string& words, const std::string& title) {
+  // Draws a rectangle in the color of a weight, with `label` if it fits. `title` is shown on hover.
+  void draw(const Rect& rect, int weight, bool is_striped, const std::string& label, const std::string& title) {
     const std::string path = rect_path(rect);
     const int64_t color = std::max(weight, 0);
     svg_.path(path, concat("fill=\"", color_of(color), "\" stroke=\"#ffffff\" stroke-width=\"0.5\""), title);
     if (is_striped) svg_.stripes(path);
     const TextStyle style{.size = 10, .anchor = "middle", .fill = ink_on(color)};
-    if (!is_striped && rect.h >= style.size + 2 && text_width(words, style) + 4 <= rect.w) {
-      svg_.text(rect.x + rect.w / 2, rect.y + rect.h / 2 + 3.5, words, style, title);
+    if (!is_striped && rect.h >= style.size + 2 && text_width(label, style) + 4 <= rect.w) {
+      svg_.text(rect.x + rect.w / 2, rect.y + rect.h / 2 + 3.5, label, style, title);
     }
   }
 
@@ -84,25 +85,24 @@ class StepPicture {
     return {x(span.begin_ps), y, x(span.end_ps) - x(span.begin_ps), kLaneHeight};
   }
 
-  void label(double y, const char* words) { svg_.text(12, y + kLaneHeight / 2 + 4, words); }
+  void draw_lane_name(double y, const char* name) { svg_.text(12, y + kLaneHeight / 2 + 4, name); }
 
   // Draws the uses, each in the color of its innermost weight.
   void draw_uses(double y) {
-    label(y, "compute");
+    draw_lane_name(y, "compute");
     for (size_t i = 0; i < s_.uses.size(); ++i) {
       const Use& use = s_.uses[i];
       const int weight = use.weights.empty() ? -1 : use.weights.back();
       std::vector<std::string> names;
       for (const int w : use.weights) names.push_back(s_.weights[w].name);
-      const std::string who = names.empty() ? "nothing" : names.back();
-      draw(lane_rect(lanes_.uses[i], y), weight, false, who,
+      draw(lane_rect(lanes_.uses[i], y), weight, false, names.empty() ? "no weights" : names.back(),
            concat("use ", i, ": ", pass_name(use.pass), " ", join(names), time_text(use.compute_ps)));
     }
   }
 
   // Draws gathers, reductions, activations and chunks in the lane of transfers.
   void draw_transfers(double y) {
-    label(y, "transfers");
+    draw_lane_name(y, "transfers");
     for (size_t g = 0; g < s_.gathers.size(); ++g) {
       const Weight& w = s_.weights[s_.gathers[g].weight];
       draw(lane_rect(lanes_.gathers[g], y), s_.gathers[g].weight, false, w.name,
@@ -128,10 +128,10 @@ class StepPicture {
     }
   }
 
-  // Draws the lane of copies in one direction. `spans` has the copy of each transfer, empty if it has none.
+  // Draws the lane of copies in one direction. `spans` has the copy of each transfer; no copy is an empty span.
   template <typename Transfers>
   void draw_copies(double y, const char* direction, const Transfers& transfers, const std::vector<LaneSpan>& spans) {
-    label(y, direction);
+    draw_lane_name(y, direction);
     for (size_t t = 0; t < transfers.size(); ++t) {
       if (spans[t].end_ps == spans[t].begin_ps) continue;
       const std::string& name = s_.weights[transfers[t].weight].name;
@@ -142,7 +142,7 @@ class StepPicture {
 
   // Draws each buffer as a rectangle: time from left to right, addresses from top to bottom.
   void draw_arena(double y) {
-    label(y, "arena");
+    draw_lane_name(y, "arena");
     svg_.text(12, y + kLaneHeight / 2 + 20, bytes_text(s_.arena_bytes));
     svg_.path(rect_path({kLeft, y, kWidth, kArenaHeight}), "fill=\"none\" stroke=\"#bbbbbb\"");
     const auto scale = kArenaHeight / static_cast<double>(std::max<int64_t>(s_.arena_bytes, 1));
@@ -153,8 +153,8 @@ class StepPicture {
                       x(lanes_.uses[buffer.last].end_ps) - begin, static_cast<double>(buffer.size_bytes) * scale};
       const std::string& name = s_.weights[buffer.weight].name;
       draw(rect, buffer.weight, buffer.is_kept_copy, name,
-           concat(name, buffer.is_kept_copy ? ", a copy that is kept" : "", ": ", bytes_text(buffer.size_bytes), " at ",
-                  buffer.offset_bytes, " in uses ", buffer.first, " to ", buffer.last));
+           concat(name, buffer.is_kept_copy ? " (kept copy)" : "", ": ", bytes_text(buffer.size_bytes), " at offset ",
+                  buffer.offset_bytes, ", uses ", buffer.first, " to ", buffer.last));
     }
   }
 
@@ -166,7 +166,7 @@ class StepPicture {
     return lanes_.uses[s_.buffers[buffer].first].begin_ps;
   }
 
-  // Returns ", 30 us"; nothing for an unknown time.
+  // Returns ", 30 us"; "" for an unknown time.
   static std::string time_text(int64_t ps) { return ps > 0 ? concat(", ", microseconds_text(ps)) : ""; }
 
   const StepSchedule& s_;

@@ -1,7 +1,8 @@
 // Draws a scheduled step: the lanes of compute and transfers, and the buffers in the arena over time.
 //
-// With times, the horizontal axis is the predicted time (schedule/lanes.h). Without, every use is equally wide and
-// there is no lane of transfers. Equal schedules give equal documents, which load no other files and run no code.
+// In a schedule with times, the horizontal axis is the predicted time (schedule/lanes.h). In a schedule without times,
+// all uses have equal widths, and there is no lane of transfers. Equal schedules give equal documents, which load no
+// other files and run no code.
 #pragma once
 
 #include <string>
@@ -10,7 +11,7 @@
 
 namespace shardwright {
 
-// Returns a standalone SVG document. Weights have colors, reductions stripes, and all shapes a description on hover.
+// Returns a standalone SVG document. A color marks a weight, stripes mark reductions. Each shape has a text on hover.
 std::string to_svg(const StepSchedule& schedule);
 
 }  // namespace shardwright

@@ -29,7 +29,7 @@ size_t character_bytes(std::string_view text) {
                                                                                                                : count;
 }
 
-// Splits text into characters, and replaces those that XML does not allow.
+// Splits text into characters. Characters that XML forbids become U+FFFD.
 std::vector<std::string> characters(std::string_view text) {
   std::vector<std::string> all;
   while (!text.empty()) {
@@ -53,7 +53,7 @@ constexpr Color kColors[] = {
 };
 constexpr int64_t kNumColors = std::size(kColors);
 
-// Returns a title, which viewers show on hover; nothing for an empty title.
+// Returns a title element, which viewers show on hover; "" for an empty title.
 std::string title_element(const std::string& title) {
   return title.empty() ? "" : concat("<title>", escaped(title), "</title>");
 }
@@ -121,10 +121,10 @@ const char* color_of(int64_t index) { return kColors[index % kNumColors].fill; }
 
 const char* ink_on(int64_t index) { return kColors[index % kNumColors].ink; }
 
-void Svg::text(double x, double y, const std::string& words, const TextStyle& style, const std::string& title) {
+void Svg::text(double x, double y, const std::string& label, const TextStyle& style, const std::string& title) {
   body_ += concat("<text x=\"", px(x), "\" y=\"", px(y), "\" font-size=\"", px(style.size), "\" fill=\"", style.fill,
                   "\" text-anchor=\"", style.anchor, style.bold ? "\" font-weight=\"bold\">" : "\">",
-                  title_element(title), escaped(words), "</text>\n");
+                  title_element(title), escaped(label), "</text>\n");
 }
 
 void Svg::path(const std::string& d, const std::string& attributes, const std::string& title) {
@@ -147,7 +147,7 @@ void Svg::tip(double x, double y, double size) {
   path(concat("M", px(x), " ", px(y), "l", px(-size), " ", px(-size / 2), "v", px(size), "z"), "stroke=\"none\"");
 }
 
-// Stripes ignore the pointer, so that the titles of the shapes below them still show.
+// Stripes ignore the pointer, so that the shapes below still show their titles.
 void Svg::stripes(const std::string& d) { path(d, "fill=\"url(#sw-stripes)\" pointer-events=\"none\""); }
 
 std::string Svg::page(double width, double height, const std::string& title) const {

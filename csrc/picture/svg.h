@@ -1,4 +1,4 @@
-// The subset of SVG that pictures of plans need. Lengths are in pixels, and y points down.
+// A writer of SVG documents. Lengths are in pixels, and y points down.
 #pragma once
 
 #include <string>
@@ -7,11 +7,11 @@
 
 namespace shardwright {
 
-// Escapes text for use between tags and in attributes, also in HTML. Control characters and bytes that are not UTF-8,
-// which XML does not allow, become U+FFFD.
+// Escapes text for use between tags and in attributes, also in HTML. Characters that XML forbids (control characters,
+// invalid UTF-8) become U+FFFD.
 std::string escaped(std::string_view text);
 
-// Shortens text to at most `max_chars` characters of valid UTF-8, ending with three dots if some were left out.
+// Shortens text to at most `max_chars` characters of valid UTF-8. Shortened text ends with three dots.
 std::string shortened(const std::string& text, size_t max_chars);
 
 // Formats a length with at most two decimals, without trailing zeros.
@@ -30,7 +30,7 @@ std::string rect_path(const Rect& rect);
 // Returns the data of a path: a curve that begins and ends horizontally.
 std::string curve_path(double x0, double y0, double x1, double y1);
 
-// The style of a text. `anchor` is the point of the text that is at x: "start", "middle" or "end".
+// The style of a text. `anchor` is the point of the text at x: "start", "middle" or "end".
 struct TextStyle {
   double size = 12;
   const char* anchor = "start";
@@ -38,22 +38,22 @@ struct TextStyle {
   bool bold = false;
 };
 
-// Returns an estimate of the width of text. Common sans-serif fonts do not exceed it by much, so pieces of text do not
-// run into each other, whatever font the viewer has.
+// Returns an estimate of the width of text. Common sans-serif fonts exceed it only slightly, so adjacent texts stay
+// apart in any viewer.
 double text_width(const std::string& text, const TextStyle& style = {});
 // Returns the width of the widest line.
 double widest(const std::vector<std::string>& lines, const TextStyle& style = {});
 
-// Returns one of 16 colors, which repeat. Colors whose hues color-blind people cannot distinguish differ in lightness.
+// Returns one of 16 colors, which repeat. Hues that color-blind readers confuse differ in lightness.
 const char* color_of(int64_t index);
-// Returns black or white, whichever is easier to read on that color.
+// Returns the text color for color_of(index): black or white, the one with more contrast.
 const char* ink_on(int64_t index);
 
 // A document while it is being written. Shapes are drawn in the order of the calls.
 class Svg {
  public:
-  // `title` is shown on hover. Words and titles are escaped; attributes are written as they are.
-  void text(double x, double y, const std::string& words, const TextStyle& style = {}, const std::string& title = {});
+  // `title` is shown on hover. Labels and titles are escaped; attributes are written as given.
+  void text(double x, double y, const std::string& label, const TextStyle& style = {}, const std::string& title = {});
   void path(const std::string& d, const std::string& attributes, const std::string& title = {});
   void circle(double x, double y, double radius, const std::string& attributes, const std::string& title = {});
   void open_group(const std::string& attributes, const std::string& title = {});

@@ -327,7 +327,7 @@ TEST(Picture, ShowsATrainingStep) {
   const Document picture(to_svg(step));
   for (const Element& e : picture.elements()) titles.insert(e.name == "path" ? e.title : "");
   for (const char* title : {"use 0: forward <a>, 50 us", "gather <a> for use 0, 30 us",
-                            "<a>: 512 B at 0 in uses 0 to 1", "reduce the gradient of <a>, 20 us"}) {
+                            "<a>: 512 B at offset 0, uses 0 to 1", "reduce the gradient of <a>, 20 us"}) {
     EXPECT_EQ(titles.count(title), 1u) << title;
   }
 }
@@ -437,7 +437,7 @@ TEST(Picture, JoinsTheGroupsOfAReduction) {
 
 TEST(Picture, LabelsPlansWithoutSteps) {
   const Document picture(to_svg(plan_of({4}, {64, 64}, "S(0)", "S(0)")));
-  EXPECT_TRUE(picture.has_text("nothing to do"));
+  EXPECT_TRUE(picture.has_text("no steps"));
   EXPECT_EQ(picture.of_class("sw-box").size(), 8u);
   EXPECT_TRUE(picture.of_class("sw-sends").empty());
 }
@@ -455,7 +455,7 @@ TEST(Picture, DrawsPartsOfTooManyPiecesPale) {
                    StridedMeaning::kLiteral);
   const Document picture(to_svg(make_plan(src, layout_of(mesh, {800, 8}, "R"))));
   EXPECT_FALSE(picture.of_class("sw-pale").empty());
-  EXPECT_TRUE(picture.has_text("pale: more than 128 pieces; drawn is the range they lie in"));
+  EXPECT_TRUE(picture.has_text("pale: bounding range of more than 128 pieces"));
 }
 
 // Rank 0 has rows 6, 7, 0 and 1 of 32 bytes, and rank 1 has the others.
@@ -543,7 +543,7 @@ TEST(Picture, OfAMillionRanksIsSmallAndQuick) {
   EXPECT_TRUE(picture.of_class("sw-box").empty()) << "ranks are not drawn";
   for (const char* name : {"a", "b", "c"}) EXPECT_TRUE(picture.has_text(name));
   EXPECT_TRUE(picture.has_text("64 ranks"));
-  EXPECT_TRUE(picture.has_text("128 contribute"));
+  EXPECT_TRUE(picture.has_text("128 contributions"));
   EXPECT_EQ(picture.of_class("sw-spans").size(), plan.steps.size());
 }
 

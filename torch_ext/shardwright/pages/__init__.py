@@ -1,3 +1,3 @@
-"""HTML pages about plans, for people. Nothing here imports torch."""
+"""HTML pages about plans. Nothing here imports torch."""
 
 from .plan_page import plan_page as plan_page

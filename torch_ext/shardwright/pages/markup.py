@@ -1,4 +1,4 @@
-"""Style and small pieces of HTML pages. Pages load no other files, run no code, and adapt to dark mode and width."""
+"""Style and elements of HTML pages. Pages load no other files, run no code, and adapt to dark mode and width."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import html
 from collections.abc import Iterable, Sequence
 
 NUM_COLORS = 6
-_NO_BREAK = "\u00a0"  # a space at which no line ends
+_NO_BREAK = "\u00a0"  # no-break space
 
 _STYLE = """
 :root { color-scheme: light dark; --page: #ffffff; --card: #f5f6f8; --ink: #1b1f24; --soft: #57606a; --line: #d5d9de;
@@ -78,7 +78,7 @@ def document(title: str, body: Iterable[str]) -> str:
 
 
 def table(caption: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Returns a table, whose rows become cards on narrow screens. `caption` is read aloud; cells are HTML."""
+    """Returns a table. Rows become cards on narrow screens. `caption` is for screen readers; cells are HTML."""
     head = "".join(f'<th scope="col">{escape(name)}</th>' for name in heads)
     body = "".join(
         f'<tr><th scope="row">{first}</th>'
@@ -99,7 +99,7 @@ def color(index: int) -> str:
 
 
 def bytes_text(count: int) -> str:
-    """Returns an amount such as "12.5 MiB", with the exact number shown on hover."""
+    """Returns an amount such as "12.5 MiB". The exact number is shown on hover."""
     value, unit = float(count), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
         if value < 1024:

@@ -10,15 +10,15 @@ from . import markup
 from .markup import bytes_text, escape, time_text
 from .step_costs import StepCosts, classes_of, costs_of, ranks_of
 
-_MAX_ROWS = 16  # classes of ranks in the timeline
-_MAX_RANGES = 3  # of ranks in the label of a class
+_MAX_ROWS = 16  # maximum number of rows in the timeline
+_MAX_RANGES = 3  # maximum number of ranges of ranks in a label
 
 _COSTS = {
     "wire_bytes_max": "bytes received, worst rank",
     "wire_bytes_sum": "bytes received, all ranks",
     "send_bytes_max": "bytes sent, worst rank",
     "messages_max": "messages received, worst rank",
-    "steps": "steps that communicate",
+    "steps": "communicating steps",
     "peak_bytes": "peak memory, worst rank",
     "predicted_ps": "predicted time",
 }
@@ -27,7 +27,7 @@ _COSTS = {
 def plan_page(plan: Plan) -> str:
     """Returns an HTML page about a plan: time of each step, timeline, links, certificate, picture and text.
 
-    The page is a single file that loads nothing and runs no code. It fits the width of a phone, and is well-formed XML.
+    The page is one well-formed XML file that loads no other files and runs no code. It fits the width of a phone.
     """
     ends = f"{_placements(plan.src.placements)} → {_placements(plan.dst.placements)}"
     step_costs = costs_of(plan)
@@ -40,7 +40,7 @@ def plan_page(plan: Plan) -> str:
             *_step_table(step_costs),
             *_links(plan, step_costs),
             *_certificate(plan),
-            '<h2>Picture</h2>\n<p class="soft">Each box is the whole tensor.</p>',
+            '<h2>Picture</h2>\n<p class="soft">Box: full tensor. Details of parts and messages: on hover.</p>',
             f'<div class="wide picture" tabindex="0" role="region" aria-label="picture">{plan.to_svg()}</div>',
             f'<h2>Text</h2>\n<pre tabindex="0">{escape(plan)}</pre>',
         ],
@@ -65,7 +65,7 @@ def _headline(plan: Plan, ends: str) -> Iterator[str]:
         ("peak_bytes", "peak memory, worst rank"),
     ):
         value, bound = costs[name]
-        reached = "reaches the lower bound" if value <= bound else f"lower bound {_cost(name, bound)}"
+        reached = "at the lower bound" if value <= bound else f"lower bound {_cost(name, bound)}"
         yield (f'<div><dt>{label}</dt><dd class="value">{_cost(name, value)}</dd><dd class="soft">{reached}</dd></div>')
     yield "</dl>"
 
@@ -78,19 +78,19 @@ def _cost(name: str, value: int) -> str:
 
 
 def _steps(plan: Plan, step_costs: Sequence[StepCosts]) -> Iterator[str]:
-    """Yields a bar with a part for each step, as wide as its predicted time, and the list of steps."""
+    """Yields a bar with a segment for each step, proportional to its predicted time, and the list of steps."""
     yield "<h2>Steps</h2>"
     if not step_costs:
-        yield "<p>Nothing moves: every rank already holds its part.</p>"
+        yield "<p>No steps: the parts of all ranks are unchanged.</p>"
         return
     total = sum(entry.predicted_us for entry in step_costs)
     shares = [entry.predicted_us / total if total else 1 / len(step_costs) for entry in step_costs]
     if plan.segments > 1:
         yield (
-            f"<p>The tensor passes through the steps in {plan.segments} segments, as in a pipeline: the steps overlap. "
-            f"One after the other they would take {time_text(total)}.</p>"
+            f"<p>Pipeline of {plan.segments} segments of the tensor, with overlapping steps. "
+            f"Time without overlap: {time_text(total)}.</p>"
         )
-    yield '<div class="bar" role="img" aria-label="predicted time of each step; the list below has the numbers">'
+    yield '<div class="bar" role="img" aria-label="predicted time of each step; numbers: list below">'
     for index, (entry, share) in enumerate(zip(step_costs, shares, strict=True)):
         number = str(index + 1) if share > 0.04 else ""
         yield (
@@ -108,22 +108,22 @@ def _steps(plan: Plan, step_costs: Sequence[StepCosts]) -> Iterator[str]:
 
 
 def _timeline(plan: Plan, step_costs: Sequence[StepCosts]) -> Iterator[str]:
-    """Yields a row for each class of ranks that receive the same bytes, or, if steps overlap, for each step."""
+    """Yields a row for each class of ranks with equal received bytes or, for overlapping steps, a row for each step."""
     if not step_costs:
         return
     yield "<h2>Timeline</h2>"
     if plan.segments > 1:
         stages = plan.segments + len(step_costs) - 1
-        yield f'<p class="soft">In {stages} pipeline stages, drawn equally long.</p>'
+        yield f'<p class="soft">{stages} pipeline stages, drawn with equal widths.</p>'
         spans = [(index / stages, plan.segments / stages) for index in range(len(step_costs))]
         rows = [(f"step {i + 1}", [(i, *span, 1.0)]) for i, span in enumerate(spans)]
     else:
         yield (
-            '<p class="soft">A frame is the time of a step. It is filled by the bytes that a rank receives, compared '
-            "with the rank that receives most. Local steps are filled.</p>"
+            '<p class="soft">Frame: time of a step. Fill: received bytes, relative to the rank with the most received '
+            "bytes; 100% for local steps.</p>"
         )
         rows = _rows_of_classes(plan, step_costs)
-    yield '<div class="lanes" role="img" aria-label="timeline; the tables below have the numbers">'
+    yield '<div class="lanes" role="img" aria-label="timeline; numbers: tables below">'
     for label, lane in rows[:_MAX_ROWS]:
         yield f'<span class="soft">{label}</span><div class="lane">'
         for index, begin, width, filled in lane:
@@ -135,7 +135,7 @@ def _timeline(plan: Plan, step_costs: Sequence[StepCosts]) -> Iterator[str]:
         yield "</div>"
     yield f'<span></span><div class="axis"><span>0</span><span>{time_text(plan.predicted_us)}</span></div></div>'
     if len(rows) > _MAX_ROWS:
-        yield f'<p class="soft">{len(rows) - _MAX_ROWS} more classes of ranks are not drawn.</p>'
+        yield f'<p class="soft">Not drawn: {len(rows) - _MAX_ROWS} more classes of ranks.</p>'
 
 
 def _rows_of_classes(
@@ -174,7 +174,7 @@ def _step_table(step_costs: Sequence[StepCosts]) -> Iterator[str]:
     """Yields the table of steps. Bytes and messages are those of the worst rank."""
     if not step_costs:
         return
-    yield '<h2>Costs of the steps</h2>\n<p class="soft">Of the rank with the highest number in each column.</p>'
+    yield '<h2>Costs of the steps</h2>\n<p class="soft">Each column: maximum over ranks.</p>'
     heads = ["step", "time", "received", "sent", "messages", "sent messages", "rounds", "memory"]
     rows = []
     for number, entry in enumerate(step_costs, 1):
@@ -184,7 +184,7 @@ def _step_table(step_costs: Sequence[StepCosts]) -> Iterator[str]:
         name = f"{number}. {escape(entry.name)}"
         rows.append([name, time_text(entry.predicted_us), *amounts, *counts, bytes_text(entry.peak_bytes)])
     yield markup.table("costs of the steps", heads, rows)
-    yield '<p class="soft">Memory: the result and temporaries of the step, without its input.</p>'
+    yield '<p class="soft">Memory: result and temporaries of the step, without its input.</p>'
 
 
 def _links(plan: Plan, step_costs: Sequence[StepCosts]) -> Iterator[str]:
@@ -202,28 +202,28 @@ def _links(plan: Plan, step_costs: Sequence[StepCosts]) -> Iterator[str]:
     rows.append(["all steps", *map(bytes_text, sums)])
     rows.append(["rate", *(_rate(topology[name]["ps_per_kib"]) for name in ("inside", "between"))])
     latencies = [time_text(topology[name]["message_ps"] / 1e6) for name in ("inside", "between")]
-    rows.append(["latency of a message", *latencies])
+    rows.append(["message latency", *latencies])
     yield markup.table("links within and between nodes", ["", "within nodes", "between nodes"], rows)
     yield (
-        '<p class="soft">Bytes: the larger of those that the worst rank receives and sends. As in predicted times, a '
-        "collective whose group spans nodes counts for the links between them.</p>"
+        '<p class="soft">Bytes: received or sent bytes of the worst rank, the larger number. All bytes of a collective '
+        "whose group spans nodes count as bytes between nodes, as in predicted times.</p>"
     )
     for name, link in topology["mesh_dims"].items():
-        own = f"{_rate(link['ps_per_kib'])}, {time_text(link['message_ps'] / 1e6)} for a message"
-        yield f'<p class="soft">Steps over mesh dim {escape(name)} alone use its own link: {own}.</p>'
+        own = f"rate {_rate(link['ps_per_kib'])}, message latency {time_text(link['message_ps'] / 1e6)}"
+        yield f'<p class="soft">Link of steps over mesh dim {escape(name)} alone: {own}.</p>'
 
 
 def _rate(ps_per_kib: int) -> str:
-    return f"{1024e3 / ps_per_kib:,.4g} GB/s" if ps_per_kib else "not limited"
+    return f"{1024e3 / ps_per_kib:,.4g} GB/s" if ps_per_kib else "unlimited"
 
 
 def _certificate(plan: Plan) -> Iterator[str]:
-    """Yields each cost next to its lower bound, and a sentence for each bound that is not met."""
-    yield ('<h2>Certificate</h2>\n<p class="soft">No plan for these layouts can have a cost below its lower bound.</p>')
+    """Yields a table of costs and lower bounds, and a remark for each bound that is not reached."""
+    yield ('<h2>Certificate</h2>\n<p class="soft">Lower bound: for every plan between these layouts.</p>')
     rows = []
     for name, (value, bound) in plan.certificate.items():
-        ratio = "reached" if value <= bound else f"{value / bound:.2f} times" if bound else "above"
+        ratio = "reached" if value <= bound else f"{value / bound:.2f}x" if bound else "above 0"
         rows.append([_COSTS[name], _cost(name, value), _cost(name, bound), ratio])
-    yield markup.table("costs and lower bounds", ["cost", "plan", "lower bound", "compared"], rows)
+    yield markup.table("costs and lower bounds", ["cost", "plan", "lower bound", "plan / bound"], rows)
     if plan.remarks:
         yield '<ul class="remarks">' + "".join(f"<li>{escape(remark)}</li>" for remark in plan.remarks) + "</ul>"

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 from .._native import _planner
 from .._planner import Plan, Step
 
-MAX_RANKS_BY_CLASS = 4096  # on larger meshes, all ranks are one class
+MAX_RANKS_BY_CLASS = 4096  # plans of more ranks have one class of ranks
 
-# Under these topologies, the predicted picoseconds of a step are its bytes. The first counts only bytes between nodes,
-# the second counts them _BETWEEN times.
+# Topologies under which the predicted picoseconds of a step are its bytes. _BETWEEN_ONLY counts bytes between nodes.
+# _BOTH counts bytes within nodes once and bytes between nodes _BETWEEN times.
 _BETWEEN = 1 << 12
 _BETWEEN_ONLY = (_planner.Link(0, 0), _planner.Link(0, 1024))
 _BOTH = (_planner.Link(0, 1024), _planner.Link(0, 1024 * _BETWEEN))
@@ -24,11 +24,11 @@ class StepCosts(NamedTuple):
     Attributes:
         name: the operation and the mesh dims, as in the plan's text.
         layouts: the placements before and after, as in the plan's text.
-        predicted_us: the predicted time without other steps.
-        bytes_inside, bytes_between: the larger of the bytes that the worst rank receives and sends, over links within
-            nodes and between nodes. As in predicted times, a collective whose group spans several nodes counts for the
-            links between them.
-        peak_bytes: the most memory that a rank allocates for the result and temporaries of the step.
+        predicted_us: the predicted time of the step alone.
+        bytes_inside, bytes_between: bytes within nodes and between nodes: the received or sent bytes of the worst rank,
+            the larger number. All bytes of a collective whose group spans nodes count as bytes between nodes, as in
+            predicted times.
+        peak_bytes: maximum memory of a rank for the result and temporaries of the step.
         received_by_rank: bytes by rank, in the order of `ranks_of`; empty above MAX_RANKS_BY_CLASS ranks.
     """
 
@@ -79,7 +79,7 @@ def costs_of(plan: Plan) -> list[StepCosts]:
 
 
 def classes_of(ranks: Sequence[int], costs: Sequence[StepCosts]) -> dict[tuple[int, ...], list[int]]:
-    """Returns {bytes received in each step: ranks}, in the order of first ranks. Empty on very large meshes."""
+    """Returns {received bytes by step: ranks}, ordered by first rank. Empty above MAX_RANKS_BY_CLASS ranks."""
     classes: dict[tuple[int, ...], list[int]] = {}
     if costs and costs[0].received_by_rank:
         for rank, *received in zip(ranks, *(entry.received_by_rank for entry in costs), strict=True):
@@ -90,8 +90,8 @@ def classes_of(ranks: Sequence[int], costs: Sequence[StepCosts]) -> dict[tuple[i
 def _by_link(step: Step, between: int, both: int) -> tuple[int, int]:
     """Returns bytes within nodes and between nodes, from the step's times under the two topologies.
 
-    For a step that uses one kind of link, the exact bytes of the worst rank are returned: predicted times of uneven
-    parts may consider only ranks at the corners of the mesh.
+    A step over one kind of link has the exact bytes of the worst rank: predicted times of uneven parts may consider
+    only ranks at the corners of the mesh.
     """
     inside = both - between * _BETWEEN
     if inside and between:
@@ -103,7 +103,7 @@ def _by_link(step: Step, between: int, both: int) -> tuple[int, int]:
 def _alone(
     plan: Plan, table: dict[str, Any], step: Step, entry: dict[str, Any], links: tuple[_planner.Link, _planner.Link]
 ) -> Plan:
-    """Returns the plan of one step, with a topology in which only bytes take time, at the rates of these links."""
+    """Returns the plan of one step, under a topology of these links without latencies."""
     topology = _planner.Topology("bytes", table["topology"]["ranks_per_node"], 0, 0, *links)
     how = step.replica_policy, step.rounds, step.ordered, entry.get("ranks_per_node", 0)
     moves = [(step.op, step.mesh_dims, step.before, step.after, *how)]
