@@ -106,7 +106,9 @@ def _check_together(arguments: argparse.Namespace, parser: argparse.ArgumentPars
     def given(names: Sequence[str]) -> str:
         """Returns the options that were given, of those with these names, as text."""
         values = {name: getattr(arguments, name) for name in names}
-        return ", ".join("--" + name.replace("_", "-") for name in names if values[name] not in (None, False))
+        absent = (None, False)  # compared by identity, because 0 is a value and equals False
+        named = [name for name, value in values.items() if not any(value is other for other in absent)]
+        return ", ".join("--" + name.replace("_", "-") for name in named)
 
     if arguments.json and (arguments.simulate or arguments.program is not None):
         parser.error("--json prints the plan alone; leave out --simulate and --program")
