@@ -116,7 +116,7 @@ MAX_CODE_LINES = {
     "integrations/verl": 200,
     "integrations/vllm": 275,
     "layouts": 475,
-    "loaders": 300,
+    "loaders": 304,
     "many": 216,
     "matmul": 603,
     "pages": 356,

@@ -179,8 +179,33 @@ def _grid() -> None:
         for _, w in weights:
             norm[: 9 - rank].copy_(w[: 9 - rank])
 
+    _write_elements_twice()
+
     with pytest.raises(ValueError, match=r"norm: the written part of dim 0 must be \[0, 10\), got \[\(0, 9\)\]"):
         recorded_destination(skip, {"norm": weights["norm"]}, range(4))
+
+
+def _write_elements_twice() -> None:
+    """Two weights write some elements twice, as many as no weight writes, or one more."""
+    stacked, norm = torch.zeros(3, 10, 4), torch.zeros(10)
+    targets = {"a": norm[:6], "b": norm[3:8], "left": stacked[:, :, :3], "right": stacked[:, :, 2:]}
+
+    def load(weights: Iterable[Pair]) -> None:
+        for name, w in weights:
+            targets[name].copy_(w)
+
+    def recorded(*names: str, of: torch.Tensor) -> object:
+        weights = {name: (tuple(targets[name].shape), torch.float32) for name in names}
+        return recorded_destination(load, weights, range(4), parameters=[("x", of)])
+
+    with pytest.raises(ValueError, match="writes 8 of the 10 elements of parameter x"):
+        recorded("a", "b", of=norm)
+    recorded("a", "b", of=norm[:8])
+    with pytest.raises(ValueError, match="writes 60 of the 120 elements of parameter x"):
+        targets["left"] = stacked[:, :, 2:]
+        recorded("left", "right", of=stacked)
+    targets["left"] = stacked[:, :, :3]
+    recorded("left", "right", of=stacked)
 
 
 @pytest.mark.cpu_only("loads tensors on the CPU")
