@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -14,6 +16,8 @@ import shardwright as sw
 from fsdp_models import flat_fully_shard
 from meshes import get_mesh
 from pool import Pool
+from shardwright._planner import StepSchedule
+from shardwright.fsdp import scheduler
 from shardwright.fsdp.scheduler import Clock
 from shardwright.fsdp.units import Unit
 from test_fully_shard import Model, loss_of, parts, shard, tokens_of, train
@@ -79,6 +83,30 @@ def _timed() -> None:
     assert sum(str(title).startswith("gather ") for title in titles) == len(schedule.gathers)
     train(model, 1, evaluate=True)
     assert sw.fsdp.schedule(model).to_json() == schedule.to_json(), "only one step is timed"
+
+
+class _Clock:
+    """Two uses of 50 ps."""
+
+    def intervals_ps(self) -> list[int]:
+        return [50, 50]
+
+
+def test_copies_of_gathers_in_chunks_are_averaged() -> None:
+    """Unit a is gathered in chunks in its first use and whole in its last; each gather copies its bias from the host.
+
+    The step has two gathers of unit a, so two copies of 30 and 50 ps take 40 ps each.
+    """
+    weights = [(name, 0, 100, 0, 0, 30, 0, 0, 0) for name in ("a", "b")]
+    uses = [([unit], "forward", [], 50) for unit in (0, 1, 0)]
+    chunked = [(0, 10, 1, 20, 30, 3, False, ([], 0, 0))]
+    schedule = StepSchedule(weights, uses, budget_bytes=250, alignment_bytes=1, chunked_weights=chunked)
+    assert schedule.original_of == [-1, -1, 0], str(schedule)
+    assert sorted(weight for weight, *_ in schedule.gathers) == [0, 1, 2], str(schedule)
+    copies: Any = [[SimpleNamespace(to_host=False, length_ps=ps) for ps in (30, 50)], []]
+    clock: Any = _Clock()
+    times = scheduler.own_times(clock, copies, schedule, scheduler.StepActivations(None))
+    assert times.copies == [(40, 0), (0, 0)]
 
 
 def test_one_step_is_timed(pool: Pool) -> None:

@@ -140,14 +140,16 @@ def own_times(
 ) -> Times:
     """Returns the times of this rank in a step that has followed a schedule.
 
-    `copies`: by unit, its copies between host and device. The result has their average time in each direction.
+    `copies`: by unit, its copies between host and device. The result has their average time in each direction: for each
+    gather of the unit, in chunks or not, and for each reduction. The time of a use in chunks includes the time in which
+    its matmuls wait for chunks.
     """
-    num_copied = Counter((False, weight) for weight, _, _, _, from_copy in schedule.gathers if not from_copy)
+    unit_of = units_of(schedule)
+    num_copied = Counter((False, unit_of[weight]) for weight, _, _, _, from_copy in schedule.gathers if not from_copy)
     num_copied.update((True, weight) for weight, *_ in schedule.reductions)
 
     def length_ps(unit: int, to_host: bool) -> int:
-        lengths = [copy.length_ps for copy in copies[unit] if copy.to_host == to_host]
-        return sum(lengths) // max(1, num_copied[to_host, unit])
+        return sum(c.length_ps for c in copies[unit] if c.to_host == to_host) // max(1, num_copied[to_host, unit])
 
     each = [(length_ps(unit, False), length_ps(unit, True)) for unit in range(len(copies))]
     return Times(clock.intervals_ps(), each, activations.activation_uses())
@@ -356,6 +358,11 @@ def gather_until(units: Sequence[Unit], uses: Sequence[Use]) -> list[int]:
     return until
 
 
+def units_of(schedule: StepSchedule) -> list[int]:
+    """Returns the unit of each weight of a schedule. Additional weights are chunked weights of units (chunks.py)."""
+    return [weight if unit < 0 else unit for weight, unit in enumerate(schedule.original_of)]
+
+
 class Plan:
     """A schedule as the runner executes it: its actions by use."""
 
@@ -373,8 +380,7 @@ class Plan:
         self.gathers: dict[int, list[tuple[int, int, bool]]] = {}  # by use: unit, arena offset in bytes, in chunks
         self.releases: dict[int, list[int]] = {}  # by use after which they are released: units
         self.finishes: dict[tuple[int, int], int] = {}  # by unit and use that starts a reduction: its last use
-        # The unit of each weight of the schedule: the additional weights are chunked weights of the units (chunks.py).
-        unit_of = [weight if unit < 0 else unit for weight, unit in enumerate(schedule.original_of)]
+        unit_of = units_of(schedule)
         # By use: units gathered in chunks.
         self.gathers_in_chunks = [{unit_of[w] for w in weights if unit_of[w] != w} for weights, *_ in schedule.uses]
         self.reduces_in_chunks: list[set[int]] = [set() for _ in schedule.uses]  # by use: units
