@@ -249,10 +249,10 @@ class Clock {
   int64_t memory_bytes(const Reduce& reduce) const {
     return bytes(reduce.dst) * static_cast<int64_t>(reduce.parts.size());
   }
-  int64_t memory_bytes(const FillZero& fill) const { return program_.size_bytes(fill.dst.buffer); }
-  int64_t memory_bytes(const Divide& divide) const { return program_.size_bytes(divide.dst.buffer); }
-  int64_t memory_bytes(const Power& power) const { return larger_bytes(power.src, power.dst); }
-  int64_t memory_bytes(const Cast& cast) const { return larger_bytes(cast.src, cast.dst); }
+  int64_t memory_bytes(const FillZero& fill) const { return bytes(fill.dst); }
+  int64_t memory_bytes(const Divide& divide) const { return bytes(divide.dst); }
+  int64_t memory_bytes(const Power& power) const { return std::max(bytes(power.src), bytes(power.dst)); }
+  int64_t memory_bytes(const Cast& cast) const { return std::max(bytes(cast.src), bytes(cast.dst)); }
 
   int64_t memory_bytes(const Merge& merge) const {
     return 2 * bytes(merge.left.out.buffer, elements(merge.sizes, merge.sizes.value_depth));
@@ -262,10 +262,6 @@ class Clock {
   }
 
   static int64_t elements(const AttendSizes& s, int64_t depth) { return s.batch * s.heads * s.rows * depth; }
-
-  int64_t larger_bytes(const BufferRange& a, const BufferRange& b) const {
-    return std::max(program_.size_bytes(a.buffer), program_.size_bytes(b.buffer));
-  }
 
   const Program& program_;
   const Topology& topology_;

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "products/compile.h"
+#include "program/builder.h"
 #include "search/make_plan.h"
 #include "support/error.h"
 
@@ -239,6 +240,29 @@ TEST(Timeline, WaitsForLateData) {
   ASSERT_LT(own, part_bytes);
   EXPECT_EQ(ring.total_ps, 3 * (100 + part_bytes) + own);
   EXPECT_EQ(predict(matmul, {Method::kRing, 4, {}, 3}, fast).total_ps, 3 * (100 + part_bytes) + own);
+}
+
+// An instruction takes the time of its ranges, not of their buffers; if it reads and writes different numbers of bytes,
+// of the larger number.
+TEST(Timeline, CountsTheBytesOfRanges) {
+  Topology topology = bytes_only();
+  topology.memory_ps_per_kib = 1024;  // a byte takes 1 ps
+  const auto mesh = Mesh({"a"}, {1});
+  const auto time_of = [&](const Operation& operation) {
+    ProgramBuilder builder(DType::parse("float32"), Lowering{}, false, Rank{0});
+    builder.new_buffer(100);
+    builder.new_buffer(100, DType::parse("bfloat16"));
+    builder.emit(operation);
+    return predict(builder.program(), topology, mesh, kPlain).total_ps;
+  };
+  const BufferId wide{0};
+  const BufferId narrow{1};
+  EXPECT_EQ(time_of(FillZero{{wide, 30, 10}}), 40);
+  EXPECT_EQ(time_of(FillZero{{wide, 0, 100}}), 400);
+  EXPECT_EQ(time_of(Divide{{narrow, 0, 10}, 3}), 20);
+  EXPECT_EQ(time_of(Power{{wide, 0, 10}, {wide, 50, 10}, 2}), 40);
+  EXPECT_EQ(time_of(Cast{{wide, 5, 7}, {narrow, 0, 7}}), 28);
+  EXPECT_EQ(time_of(Cast{{narrow, 5, 7}, {wide, 0, 7}}), 28);
 }
 
 TEST(Choice, IsSerialIfChunksDoNotPayAndNeverPredictedSlower) {
