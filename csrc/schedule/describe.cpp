@@ -132,8 +132,8 @@ std::string json_of(const Weight& w) {
   return concat("{\"name\": ", quoted(w.name), ", \"rest_bytes\": ", w.rest_bytes, ", \"use_bytes\": ", w.use_bytes,
                 ", \"keep_bytes\": ", w.keep_bytes, ", \"gradient_bytes\": ", w.gradient_bytes,
                 ", \"gather_ps\": ", w.gather_ps, ", \"reduce_ps\": ", w.reduce_ps, ", \"original\": ", w.original,
-                ", \"reduced_in_chunks_ps\": ", transfer_ps(w.in_chunks), ", \"fetch_ps\": ", w.fetch_ps,
-                ", \"send_ps\": ", w.send_ps, "}");
+                ", \"gathered_in_chunks_ps\": ", w.chunks_ps, ", \"reduced_in_chunks_ps\": ", transfer_ps(w.in_chunks),
+                ", \"fetch_ps\": ", w.fetch_ps, ", \"send_ps\": ", w.send_ps, "}");
 }
 
 std::string json_of(const Use& u) {
@@ -164,7 +164,7 @@ std::string json_of(const ActivationGather& g) {
 
 std::string json_of(const Reduction& r) {
   return concat("{\"weight\": ", r.weight, ", \"first\": ", r.first, ", \"start\": ", r.start,
-                ", \"finish\": ", r.finish, "}");
+                ", \"finish\": ", r.finish, ", \"in_chunks\": ", r.in_chunks ? "true" : "false", "}");
 }
 
 // Returns a JSON member: a list with one item per line.
@@ -250,7 +250,7 @@ std::string to_text(const StepSchedule& s) {
 std::string to_json(const StepSchedule& s) {
   const std::string budget = s.options.budget_bytes ? std::to_string(*s.options.budget_bytes) : "null";
   const std::vector<std::string> fields{
-      "  \"version\": 1",
+      "  \"version\": 2",
       json_list("weights", s.weights),
       json_list("uses", s.uses),
       concat("  \"budget_bytes\": ", budget),
@@ -262,6 +262,7 @@ std::string to_json(const StepSchedule& s) {
       json_list("gathers", s.gathers),
       json_list("reductions", s.reductions),
       json_list("activations", s.options.activations),
+      concat("  \"activations_ahead\": ", s.options.activations_ahead),
       json_list("activation_gathers", s.activation_gathers),
       concat("  \"arena_bytes\": ", s.arena_bytes),
       concat("  \"live_buffer_bytes\": ", s.live_buffer_bytes),

@@ -229,7 +229,8 @@ int64_t overlapping_budget_bytes(const std::vector<Weight>& weights, const std::
                                  const ScheduleOptions& options);
 
 // Return the schedule as text and as JSON. The text has a line for each use, the peak, each buffer's range of the arena
-// and, with times, the predicted lanes. JSON has all lists, the main arguments and the predicted time.
+// and, with times, the predicted lanes. JSON has all lists, the main arguments and the predicted time. A changed or
+// added field raises its "version".
 std::string to_text(const StepSchedule& schedule);
 std::string to_json(const StepSchedule& schedule);
 

@@ -31,6 +31,13 @@ TEST(ScheduleChunks, MatchTheExampleOfTheHeader) {
   EXPECT_EQ(s.weights[2].name, "a in chunks");
   EXPECT_EQ(s.weights[2].original, 0);
   EXPECT_EQ(s.peak_bytes(), 256 + 20);  // b, and the chunks
+  const std::string json = to_json(s);
+  EXPECT_NE(json.find("{\"name\": \"a\", \"rest_bytes\": 0, \"use_bytes\": 100, \"keep_bytes\": 0, \"gradient_bytes\": "
+                      "0, \"gather_ps\": 30, \"reduce_ps\": 0, \"original\": -1, \"gathered_in_chunks_ps\": 0"),
+            std::string::npos)
+      << json;
+  EXPECT_NE(json.find("\"original\": 0, \"gathered_in_chunks_ps\": 30, \"reduced_in_chunks_ps\": 0"), std::string::npos)
+      << json;
 }
 
 // The last reduction of a backward; only one chunk of four stays exposed.
@@ -54,6 +61,13 @@ TEST(ScheduleChunks, HideTheLastReduction) {
   EXPECT_FALSE(s.reductions[0].in_chunks) << "that of b runs alongside the backward of a";
   EXPECT_TRUE(s.reductions[1].in_chunks);
   EXPECT_EQ(s.uses[3].in_chunks, std::vector<int>{0});
+  const std::string json = to_json(s);
+  EXPECT_NE(json.find("{\"weight\": 1, \"first\": 2, \"start\": 2, \"finish\": 3, \"in_chunks\": false}"),
+            std::string::npos)
+      << json;
+  EXPECT_NE(json.find("{\"weight\": 0, \"first\": 3, \"start\": 3, \"finish\": 3, \"in_chunks\": true}"),
+            std::string::npos)
+      << json;
   ASSERT_EQ(lanes.chunks.size(), 2);
   EXPECT_EQ(lanes.chunks[0].span.begin_ps, 280) << "the second half of the backward computes it";
   EXPECT_EQ(lanes.chunks[1].span.end_ps, 335);

@@ -421,6 +421,8 @@ TEST(Activations, AreGatheredOneActivationAheadIfMemoryAllows) {
             std::string::npos)
       << text;
   EXPECT_NE(text.find("gradients 0 B, activations 100 B"), std::string::npos) << text;
+  EXPECT_NE(to_json(s).find("\"activations_ahead\": 1,"), std::string::npos) << to_json(s);
+  EXPECT_NE(to_json(plan(std::nullopt, 0)).find("\"activations_ahead\": 0,"), std::string::npos);
 }
 
 // Several activations in one use. The first is needed until the third has been used.
