@@ -109,7 +109,7 @@ MAX_CODE_LINES = {
     "debug": 213,
     "dtensor": 898,
     "experts": 603,
-    "fsdp": 5717,
+    "fsdp": 5719,
     "graph": 299,
     "integrations": 185,
     "integrations/torchtitan": 298,
