@@ -23,7 +23,7 @@ std::string to_string(const Plan& plan, const TrafficTotals* traffic) {
     if (step.ordered) text += ", in rank order";
     if (step.policy != ReplicaPolicy::kAligned && !is_cross_or_rearrange(step.op))
       text += ", replicas share the sending";
-    if (step.policy == ReplicaPolicy::kNodeLocal) text += ", from the own node first";
+    if (step.policy == ReplicaPolicy::kNodeLocal) text += ", from senders on the same node first";
     if (step.rounds > 1) text += concat(", in ", step.rounds, " rounds");
     if (is_local(step.op)) {
       text += ", local";
