@@ -11,7 +11,7 @@
 namespace shardwright {
 namespace {
 
-// Built-in models, by name. The rates are those of large products: about 70% of the peaks in data sheets.
+// Built-in models, by name. The rates are about 70% of the peaks in data sheets, as large products reach them.
 const std::map<std::string, GemmModel>& built_in_models() {
   static const std::map<std::string, GemmModel> models{
       {"h100", {"h100", 132, 128, 256, 5'300'000, 4'000'000, 300, 20}},

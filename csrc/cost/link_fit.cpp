@@ -70,8 +70,8 @@ double seconds_per_byte(const std::vector<LinkPoint>& points) {
   return slopes.empty() ? 0 : std::max(median(slopes), 0.0);
 }
 
-// Solves for the chosen parameters by weighted least squares; the others are 0. Returns nullopt if the equations do not
-// determine the chosen parameters.
+// Solves for the chosen parameters by weighted least squares; all other parameters are 0. Returns nullopt if the
+// equations do not determine the chosen parameters.
 std::optional<Parameters> least_squares(const std::vector<Equation>& equations, const std::vector<int>& chosen) {
   // Normal equations with columns scaled to length 1, because the parameters differ by many orders of magnitude.
   const size_t n = chosen.size();

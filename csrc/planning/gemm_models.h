@@ -9,7 +9,8 @@
 namespace shardwright {
 
 // Returns the model that was measured on this type of device with this dtype, or else with another dtype: models
-// describe 16-bit operands and are scaled to others. Returns nullopt if no products were measured on such a device.
+// describe 16-bit operands and are scaled to other dtypes. Returns nullopt if no products were measured on such a
+// device.
 std::optional<GemmModel> measured_gemm_model(const PlanningTables& tables, const std::string& device_type,
                                              const DType& dtype);
 

@@ -188,7 +188,7 @@ class GatherCompiler {
 
   // ---- scales of the operand
 
-  // Emits the moves of row scales, before everything else, except the Wait for their last transfer.
+  // Emits the moves of row scales, as the first instructions of the program, without the Wait for their last transfer.
   void start_scales() {
     gathered_scales_ = scales_;
     if (!matmul_.scaling || !matmul_.scaling->plan) return;

@@ -128,7 +128,7 @@ constexpr int64_t kUnitOfFlaggedRows = 8;      // the elements of a row are a mu
 
 // Returns the reason why method 'flags' cannot be used with parts cut into `shares` shares, or nullopt if it can. It
 // requires one product of bfloat16 without a bias, on a device. The operand's parts must be even and consecutive in the
-// gathered operand, and sizes must be multiples of the limits above. The answer is the same on all ranks. Limits of the
+// gathered operand, and sizes must be multiples of the limits above. All ranks get the same result. Limits of the
 // device are checked when the program runs.
 std::optional<std::string> why_no_flags(const Matmul& matmul, int64_t shares);
 

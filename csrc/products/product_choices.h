@@ -34,9 +34,9 @@ class MovePlanner {
 //     tried: "--", "-s", "-n", "b-", "bs", "bn". With "bn", only the operand moves: its shards of s are gathered.
 AxisCuts choose_cuts(const ProductProblem& problem, const MovePlanner& planner);
 
-// Returns the schedule that is predicted to be fastest among those that the request allows. If nothing moves between
-// ranks, the request's method and chunks are ignored. If the product cannot meet the request, throws UserError with
-// `is_request_binding`; without, ignores the requested method and chunks but not the depth.
+// Returns the schedule that is predicted to be fastest among the schedules that the request allows. If nothing moves
+// between ranks, the request's method and chunks are ignored. If the product cannot meet the request, throws UserError
+// with `is_request_binding`; without, ignores the requested method and chunks but not the depth.
 Schedule choose_schedule(const Matmul& matmul, const ScheduleRequest& request, const GemmModel& model,
                          bool is_request_binding);
 

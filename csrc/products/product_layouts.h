@@ -1,4 +1,4 @@
-// The layouts of a product's tensors while it is computed, and those of their gradients.
+// The layouts of a product's tensors while it is computed, and the layouts of their gradients.
 //
 // Along each mesh dim, at most one axis is sharded while a product is computed: an axis of the operand, an axis of a
 // weight, or a summed axis, which leaves a pending sum. For example, on the mesh (a, b), "mk,kn->mn" with the cuts "km"

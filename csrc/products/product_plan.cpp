@@ -92,8 +92,8 @@ Matmul ProductPlan::forward_matmul(Lead lead, const MovePlanner& planner) const 
   return gather;
 }
 
-// Chooses the move that is predicted to take longest among those that can be chunked. Among equal moves it prefers the
-// weight's, then the result's. Several weights share the move of their operand, so that is the only candidate.
+// Chooses the move that is predicted to take longest among the moves that can be chunked. Among equal moves it prefers
+// the weight's, then the result's. Several weights share the move of their operand, so that is the only candidate.
 Lead ProductPlan::choose_lead(const MovePlanner& planner) const {
   std::optional<std::pair<int64_t, Lead>> best;
   for (const Lead lead : {Lead::kOperand, Lead::kResult, Lead::kWeight}) {

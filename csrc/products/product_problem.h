@@ -53,7 +53,7 @@ struct ScheduleRequest {
 struct ProductContext {
   Lowering lowering = Lowering::kNccl;
   std::optional<Topology> topology = std::nullopt;
-  // Plans to use instead of those that the planner finds; null: none.
+  // Plans to use instead of the plans that the search finds; null: none.
   PinsPtr pins = nullptr;
   // Models of the time that products take, by the name of the moved tensor's dtype.
   std::map<std::string, GemmModel> gemm_models = {};

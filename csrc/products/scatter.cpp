@@ -96,8 +96,8 @@ class ScatterCompiler {
     b_.copy(addend_, buffer, std::move(boxes));
   }
 
-  // Emits one term's product for one part. The first term writes the part unless it holds the addend; the others
-  // accumulate.
+  // Emits one term's product for one part. The first term writes the part, unless the part already holds the addend;
+  // the other terms accumulate.
   void multiply(const Selection::Part& part, size_t term_index, BufferId buffer, int64_t offset,
                 const std::vector<int64_t>& out_offsets, const std::vector<int64_t>& shape) {
     const MatmulScatter::Term& term = matmul_.terms[term_index];

@@ -142,7 +142,7 @@ const Contraction& axes_of(const Matmul& matmul) {
       [](const MatmulScatter& scatter) -> const Contraction& { return scatter.terms[0].axes; });
 }
 
-// ---- problems: the mesh comes first, because everything is on it
+// ---- problems: the mesh comes first, because all layouts are on it
 
 void write(Writer& out, const ScheduleRequest& request) {
   out.optional(request.method, [&](Method method) { out.enumerator(method); });

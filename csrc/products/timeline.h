@@ -97,7 +97,7 @@ Schedule tuned_schedule(const Matmul& matmul, const Schedule& schedule, const Ge
                         std::optional<int64_t> depth = std::nullopt);
 
 // Returns the schedule that is predicted to be fastest, but serial unless the fastest saves at least kLeastGainPercent
-// of the time of serial. The choice depends on global layouts and tables alone, so all ranks make the same one.
+// of the time of serial. The choice depends on global layouts and tables alone, so all ranks choose the same schedule.
 Schedule choose_fastest(const Matmul& matmul, const GemmModel& model, std::optional<int64_t> depth = std::nullopt);
 
 }  // namespace shardwright

@@ -52,7 +52,7 @@ std::optional<std::vector<int64_t>> box_of_input(const ProgramBuilder& builder, 
   std::vector<int64_t> starts;
   for (size_t t = 0; t < held.size(); ++t) {
     const SharedRuns shared = shared_runs(held[t], needed[t]);
-    // An empty result may have dims that are longer than those of the input.
+    // An empty result may have dims that are longer than the dims of the input.
     if (shared.runs > 1 || shared.length != length(needed[t])) return std::nullopt;
     starts.push_back(shared.a_position);
   }

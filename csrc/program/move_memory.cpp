@@ -280,7 +280,7 @@ class MoveMemory : public StepMemory {
   }
 
   // Adds each member's part to the messages of its rounds, in the order of the group. Stops as soon as no round's
-  // messages are one run: then only the totals can still change, and the caller sets those.
+  // messages are one run: then only the totals can still change, and the caller sets the totals.
   void add_parts_in_order(std::vector<RunOfMessages>& rounds, int64_t position) {
     for (const int64_t member : exchange_.group(position).positions) {
       const Transfer part = exchange_.full_transfer(position, member);

@@ -27,7 +27,7 @@ class Sketch {
     ++num_steps_;
     has_waited_ = false;
   }
-  // Removes everything but the input.
+  // Removes all steps, all instructions, and all buffers but the input.
   void clear() {
     buffers_.resize(1);
     buffers_[0] = {};
@@ -65,7 +65,8 @@ class Sketch {
   // Returns the maximum number of elements that exist at once in each step, without the input. The buffer `output`
   // exists to the end.
   std::vector<int64_t> peaks(int output) const {
-    std::vector<int64_t> changes(steps_.size() + 1, 0);  // by instruction: elements allocated, less those freed before
+    std::vector<int64_t> changes(steps_.size() + 1,
+                                 0);  // by instruction: elements allocated less elements freed before it
     for (size_t b = 1; b < buffers_.size(); ++b) {
       const Buffer& buffer = buffers_[b];
       if (buffer.first < 0) continue;

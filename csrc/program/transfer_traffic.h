@@ -23,7 +23,7 @@ struct TransferTraffic {
 // Returns the traffic of a transfer, without a rank's message to itself, and zeros for other instructions.
 TransferTraffic traffic_of(const Program& program, const Operation& operation);
 
-// Returns the traffic of those messages of `transfer` whose peer is on the same node as this rank. Nodes are
+// Returns the traffic of the messages of `transfer` whose peer is on the same node as this rank. Nodes are
 // `ranks_per_node` consecutive ranks; returns zeros if that is 0.
 TransferTraffic traffic_inside_node(const Program& program, const SendReceive& transfer, int64_t ranks_per_node);
 

@@ -169,8 +169,8 @@ class Chunking {
                : plan_with({});  // throws the error of the plan without chunks
   }
 
-  // Returns pairs of the time in picoseconds that compute waits for a candidate in this schedule, and the candidate:
-  // those with a wait, longest wait first, at most kMostUsesTried.
+  // Returns the candidates for which compute waits in this schedule, each preceded by its wait in picoseconds: the
+  // longest wait first, at most kMostUsesTried.
   std::vector<std::pair<int64_t, Candidate>> candidates_by_wait(const StepSchedule& s) const {
     const StepLanes lanes = predict(s);
     std::vector<std::pair<int64_t, Candidate>> waits;

@@ -22,8 +22,8 @@ bool has_times(const StepSchedule& s) {
 
 namespace {
 
-// Simulates a step use by use. Each lane has the time at which it is free: now_ on the lane of compute, transfers_end_,
-// fetches_end_ and sends_end_ on the others.
+// Simulates a step use by use. Each lane has the time at which it is free: now_ for compute, transfers_end_ for
+// transfers, fetches_end_ for copies from the host, sends_end_ for copies to the host.
 class Lanes {
  public:
   explicit Lanes(const StepSchedule& schedule) : s_(schedule), gathered_ps_(schedule.weights.size(), 0) {
@@ -133,7 +133,8 @@ class Lanes {
     now_ = span.end_ps;
   }
 
-  // Starts the reductions that come right after use i, then waits for those that must finish before the next use.
+  // Starts the reductions that come right after use i, then waits for the reductions that must finish before the next
+  // use.
   void reduce(int i) {
     for (; reduction_ < s_.reductions.size() && s_.reductions[reduction_].start == i; ++reduction_) {
       const Reduction& r = s_.reductions[reduction_];

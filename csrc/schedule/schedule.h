@@ -47,7 +47,7 @@ struct ReducingProduct {
 // the gradient of its own weight is computed in several uses.
 struct ChunkedReduction {
   std::vector<ReducingProduct> products = {};  // empty: not in chunks
-  int64_t rest_ps = 0;         // duration of reducing what is not in chunks, such as biases, after the last use
+  int64_t rest_ps = 0;  // duration of reducing the parts that are not in chunks, such as biases, after the last use
   int64_t gradient_bytes = 0;  // bytes of the gradient if it is reduced in chunks, instead of Weight::gradient_bytes
 };
 
@@ -97,7 +97,7 @@ struct Activation {
 
 struct ScheduleOptions {
   // Memory limit for gathered weights, kept copies, gathered activations, gradients until they are reduced, and
-  // `held_bytes`. nullopt: no limit, so everything stays until its last use.
+  // `held_bytes`. nullopt: no limit, so all weights stay gathered until their last use.
   std::optional<int64_t> budget_bytes;
   // Number of weight changes by which gathers are ahead of their uses, if the budget allows it. 0: a gather starts
   // right before the use that needs it.
