@@ -374,7 +374,7 @@ TEST(View, NamesTheCheapestMove) {
           predicted_picoseconds(plan_cache().get({src, other, PlanningContext::make(options)})->plan());
       EXPECT_GE(time, predicted_picoseconds(first.plan->plan())) << other.to_string();
     }
-    EXPECT_NE(text_of(src, dst, none, first).find("; redistribute to ["), std::string::npos);
+    EXPECT_NE(move_first_text(src, dst, none, first).find("; redistribute to ["), std::string::npos);
   }
 }
 
@@ -429,7 +429,7 @@ TEST(View, NamesTheViewThatDTensorCannotExpress) {
   ASSERT_TRUE(none.on_parts.has_value());
   EXPECT_EQ(none.on_parts->to_string(), "float32[4, 16] on a.0=4,a.1=2 as [S(0), S(1)]");
   const MoveFirst first = cheapest_move(src, {4, 16}, 1, none, PlanOptions{}, ViewsFor::kDTensor);
-  EXPECT_NE(text_of(src, {4, 16}, none, first).find("shardwright.views.view(x.to_local(), [4, 16], layout)"),
+  EXPECT_NE(move_first_text(src, {4, 16}, none, first).find("shardwright.views.view(x.to_local(), [4, 16], layout)"),
             std::string::npos);
 }
 

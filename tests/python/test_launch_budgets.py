@@ -44,7 +44,7 @@ BUDGETS = {
     "step": Calls(84, 57, 28),
     "offloaded step": Calls(96, 90, 48),
     "batch": Calls(20, 17, 15),
-    "asynchronous": Calls(0, 0, 0),
+    "asynchronous": Calls(10, 20, 12),
     "two streams": Calls(4, 4, 2),  # two redistributes. From here on, each one records an event for other streams
     "peer gather": Calls(8, 3, 2),
     "peer messages": Calls(10, 3, 2),
