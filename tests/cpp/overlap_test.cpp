@@ -677,7 +677,7 @@ TEST(Overlap, RejectsInvalidProducts) {
   EXPECT_NE(scaled(kE4m3, kE4m3, {false, DType::parse("float64")})
                 .find("out_dtype must be bfloat16 or float32 with scales, got float64"),
             std::string::npos);
-  EXPECT_NE(scaled(kE4m3, kE4m3, {true, bfloat16}).find("got no plan for scales by row"), std::string::npos);
+  EXPECT_NE(scaled(kE4m3, kE4m3, {true, bfloat16}).find("got no plan for scales per row"), std::string::npos);
   EXPECT_NE(scaled(kE4m3, kE4m3, {true, bfloat16, make_plan(rows(5, "S(0)"), rows(5, "R"), {})})
                 .find("must be float32 and sharded like the rows of"),
             std::string::npos);
