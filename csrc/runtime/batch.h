@@ -60,8 +60,8 @@ class BoundBatch {
  private:
   // Returns the program for tensors with the strides and the device of `tensors`. The last program is cached.
   ExecutablePtr executable_for(const std::vector<at::Tensor>& tensors) const;
-  // Compiles the program for such tensors. `through_host`: true if the tensors are on a device and messages are in host
-  // memory. Throws c10::ValueError if a tensor has a wrong shape.
+  // Compiles the program for tensors with the strides of `tensors`. `through_host`: true if the tensors are on a device
+  // and messages are in host memory. Throws c10::ValueError if a tensor has a wrong shape.
   ExecutablePtr compile_for(const std::vector<at::Tensor>& tensors, bool through_host) const;
 
   std::shared_ptr<const BatchPlan> plan_;

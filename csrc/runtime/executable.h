@@ -103,12 +103,15 @@ class CompiledProgram {
   int last_communication() const { return last_communication_; }
   // The index of the first Wait; the number of instructions if there is none.
   int first_wait() const { return first_wait_; }
-  // One past the last transfer before the first Wait; 0 if there is none.
+  // One past the index of the last transfer that is before the first Wait; 0 if there is no such transfer. In a program
+  // without a Wait, one past the index of its last transfer.
   int end_of_first_transfers() const { return end_of_first_transfers_; }
-  // One past the last instruction that reads an input; transfers before the first Wait are not counted.
+  // One past the index of the last instruction that reads an input, without the transfers before the first Wait; 0 if
+  // there is no such instruction.
   int end_of_input_reads() const { return end_of_input_reads_; }
-  // One past the last native collective (a transfer that is not an exchange). Process groups match native collectives
-  // by their order, so all ranks must start them in the same order relative to other code's collectives.
+  // One past the index of the last native collective (a transfer that is not an exchange); 0 if there is none. Process
+  // groups match native collectives by their order, so all ranks must start them in the same order relative to other
+  // code's collectives.
   int end_of_collectives() const { return end_of_collectives_; }
   // True if a transfer, or an instruction after the first Wait, reads an input.
   bool reads_input_after_start() const { return reads_input_after_start_; }

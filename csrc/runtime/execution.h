@@ -99,7 +99,7 @@ class Execution {
   // Like run_until, but also raises the error of an instruction that failed earlier.
   void finish_until(int instruction);
   // Runs the next instruction. Allocates the buffers that it is the first to use, and frees those that it is the last
-  // to use.
+  // to use. If the instruction throws, calls `fail`.
   void run_instruction();
   // In the following functions, `index` is the index of the instruction that has the operation.
   // Runs an operation: a Wait, a transfer, or a computation, which is also traced.
