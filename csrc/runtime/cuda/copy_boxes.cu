@@ -141,7 +141,7 @@ bool supports_large_arguments() {
   return has_driver && at::cuda::getCurrentDeviceProperties()->major >= 7;
 }
 
-// Returns the boxes as a kernel argument.
+// Returns the boxes, at most kBoxes, as a kernel argument.
 template <int kBoxes>
 InlineTable<kBoxes> inline_table(const WordBoxes& boxes) {
   InlineTable<kBoxes> table;

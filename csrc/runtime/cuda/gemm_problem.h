@@ -36,9 +36,9 @@ struct Layout {
   cudaDataType_t dtype = CUDA_R_32F;
   int64_t rows = 0;
   int64_t columns = 0;
-  int64_t leading_dim = 0;   // elements from one column to the next
-  int64_t batch_stride = 0;  // elements from one matrix to the next
-  uint32_t alignment_bytes = 0;
+  int64_t leading_dim = 0;       // elements from one column to the next
+  int64_t batch_stride = 0;      // elements from one matrix to the next
+  uint32_t alignment_bytes = 0;  // alignment_of the address and the batch stride; set by pointers_of
   bool is_transposed = false;
 
   auto operator<=>(const Layout&) const = default;

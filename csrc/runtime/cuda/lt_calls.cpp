@@ -152,13 +152,15 @@ class AlgorithmCache {
   std::map<Problem, std::optional<Algorithm>> algorithms_;
 };
 
+// Returns the cache of this process. A problem contains its device, so all devices share the cache.
 AlgorithmCache& algorithm_cache() {
   static AlgorithmCache instance;
   return instance;
 }
 
-// Like find_algorithm, but takes the descriptors, and throws Unsupported if cuBLASLt declines in this call. Returns
-// nullopt if the cache says that cuBLASLt declined in an earlier call.
+// Returns the algorithm for a problem from the cache, or nullopt if the cache says that cuBLASLt declines. If the
+// problem is not cached, requests an algorithm and caches it. If cuBLASLt declines this request, throws Unsupported and
+// caches nothing; callers must then store nullopt in the cache.
 std::optional<Algorithm> algorithm_for(const Device& device, const Problem& problem, const Descriptors& descriptors) {
   if (const auto known = algorithm_cache().find(problem)) return *known;
   const Algorithm algorithm = request_algorithm(device, problem, descriptors);
