@@ -75,7 +75,7 @@ class Transport {
   // Returns the reason why this transport does not support `offer` and `fetch` on a device for parts of this many
   // bytes, or nullopt if it does. Call them only if it does, and start no other transfer between them.
   virtual std::optional<std::string> why_no_offers(c10::Device /*device*/, int64_t /*part_bytes*/) const {
-    return "its group has no arenas; make them with shardwright.prepare(peer_arena_bytes=...)";
+    return "the process group has no arenas; make them with shardwright.prepare(peer_arena_bytes=...)";
   }
   // Starts the first half: makes this rank's part readable by the other ranks.
   virtual void offer(const at::Tensor& /*input*/) {

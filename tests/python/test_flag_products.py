@@ -156,7 +156,7 @@ def test_invalid_calls_raise_on_every_rank() -> None:
         "uneven",
         "the product moves its result, not an operand",
         "depth must be 1 for method 'flags'",
-        "each part has 16384 bytes, but its group's arenas have 8192",
+        "each part has 16384 bytes, but the process group's arenas have 8192 bytes",
         "a graph is being captured",
     ]
     for errors in ranks.run(_errors_of_invalid_calls, 2):

@@ -215,9 +215,10 @@ std::vector<WorkPtr> PeerTransport::send_receive(std::vector<Message>& sends, st
 
 std::optional<std::string> PeerTransport::why_no_offers(c10::Device device, int64_t bytes) const {
   if (device != this->device())
-    return concat("its group's arenas are on ", this->device().str(), ", not ", device.str());
+    return concat("the process group's arenas are on ", this->device().str(), ", not ", device.str());
   if (bytes <= settings_.arena_bytes) return std::nullopt;
-  return concat("each part has ", bytes, " bytes, but its group's arenas have ", settings_.arena_bytes);
+  return concat("each part has ", bytes, " bytes, but the process group's arenas have ", settings_.arena_bytes,
+                " bytes");
 }
 
 void PeerTransport::offer(const at::Tensor& input) {
