@@ -120,9 +120,11 @@ void define_index_arithmetic(py::module_& m) {
       "are arguments of a `RowExchange`. Codes of replicas whose target is -1 are not sent.");
   m.def("expand_rows", &expansion_of, py::arg("codes"), py::arg("first_replica"), py::arg("num_local"),
         py::arg("origins"), ReleaseGil(),
-        "Returns (pairs, copies, counts) for the replicas of this rank, from the codes of received rows. `pairs`: for "
-        "each copy of a row, ``row * codes per row + column``, ordered by expert, then by origin. `copies`: for each "
-        "code, the index of its copy, or -1. `counts`: number of copies for each local expert.");
+        "Returns (pairs, copies, counts) for the replicas ``first_replica`` to ``first_replica + num_local - 1``, from "
+        "the codes of received rows: `codes` is [rows, codes per row], int32. `origins`: a sort key for each row, "
+        "int64, or None for the order of rows. `pairs`: for each copy of a row, ``row * codes per row + column``, "
+        "sorted by expert, then by the row's origin. `copies`: for each code, the index of its copy, or -1. `counts`: "
+        "number of copies for each local expert.");
 }
 
 // Defines index arithmetic on devices.

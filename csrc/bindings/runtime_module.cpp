@@ -123,8 +123,8 @@ void define_devices(py::module_& m) {
   m.def(
       "check_no_open_group", [](const std::string& device) { check_no_open_group(c10::Device(device)); },
       py::arg("device"),
-      "Raises RuntimeError if this thread has an open group of NCCL calls, or one that the registered query of another "
-      "type of device reports (`register_open_groups_query`).");
+      "Raises RuntimeError if this thread has an open group of transfers for this type of device: on CUDA, of NCCL "
+      "calls; on other types, as reported by the query from `register_open_groups_query`.");
   m.def("num_stream_events_made", &num_stream_events_made, "Returns the number of device events that were created.");
   m.def(
       "register_device_copy",
@@ -182,8 +182,9 @@ void define_settings(py::module_& m) {
 // Defines functions on asynchronous programs, and counters.
 void define_programs_under_way(py::module_& m) {
   m.def("finish_programs", &finish_programs, py::arg("timeout_seconds"), py::call_guard<py::gil_scoped_release>(),
-        "Waits at most this long until all asynchronous programs on CPU are finished; afterwards none of them runs any "
-        "further. For the end of the process. Returns True if all were finished in time.");
+        "Waits until all asynchronous programs on CPU are finished, but at most `timeout_seconds`. Then stops the "
+        "progress thread, even if programs are left. For the end of the process. Returns True if all programs were "
+        "finished in time.");
   m.def(
       "drain",
       [](const std::vector<std::string>& groups) {

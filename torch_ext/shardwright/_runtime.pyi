@@ -245,9 +245,11 @@ def route_rows(
 def expand_rows(
     codes: torch.Tensor, first_replica: int, num_local: int, origins: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns (pairs, copies, counts) for the replicas of this rank, from the codes of received rows. `pairs`: for each
-    copy of a row, ``row * codes per row + column``, ordered by expert, then by origin. `copies`: for each code, the
-    index of its copy, or -1. `counts`: number of copies for each local expert."""
+    """Returns (pairs, copies, counts) for the replicas ``first_replica`` to ``first_replica + num_local - 1``, from the
+    codes of received rows: `codes` is [rows, codes per row], int32. `origins`: a sort key for each row, int64, or None
+    for the order of rows. `pairs`: for each copy of a row, ``row * codes per row + column``, sorted by expert, then by
+    the row's origin. `copies`: for each code, the index of its copy, or -1. `counts`: number of copies for each local
+    expert."""
 
 class DevicePlacement:
     """The tables of an `ExpertPlacement` on a device. Its methods do not wait for the device."""
@@ -397,8 +399,8 @@ def register_open_groups_query(device_type: str, address: int) -> None:
     """Registers the OpenGroupsQuery (csrc/runtime/open_groups.h) at this address."""
 
 def check_no_open_group(device: str) -> None:
-    """Raises RuntimeError if this thread has an open group of NCCL calls, or one that the registered query of another
-    type of device reports (`register_open_groups_query`)."""
+    """Raises RuntimeError if this thread has an open group of transfers for this type of device: on CUDA, of NCCL
+    calls; on other types, as reported by the query from `register_open_groups_query`."""
 
 def num_stream_events_made() -> int:
     """Returns the number of device events that were created."""
@@ -439,8 +441,9 @@ def release_staging() -> None:
     """Frees the memory that is cached for temporaries on CPU (at most 256 MiB)."""
 
 def finish_programs(timeout_seconds: float) -> bool:
-    """Waits at most this long until all asynchronous programs on CPU are finished; afterwards none of them runs any
-    further. For the end of the process. Returns True if all were finished in time."""
+    """Waits until all asynchronous programs on CPU are finished, but at most `timeout_seconds`. Then stops the progress
+    thread, even if programs are left. For the end of the process. Returns True if all programs were finished in
+    time."""
 
 def drain(groups: Sequence[str]) -> None:
     """Makes every program on CPU that uses one of these process groups (names) start all its transfers."""
