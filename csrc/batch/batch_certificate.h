@@ -9,8 +9,7 @@
 namespace shardwright {
 
 // Fields that end with `_max` are for the rank with the most, with `_sum` for all ranks together. Fields that end with
-// `_bound` are lower bounds.
-// Bytes are counted in the dtypes in which elements are sent (wire_dtype in item_family.h).
+// `_bound` are lower bounds. Bytes are counted in the dtypes in which elements are sent (wire_dtype in item_family.h).
 struct BatchCertificate {
   int64_t items = 0;  // number of items of the batch
   int64_t kinds = 0;  // number of BatchPlan::kinds()
@@ -24,8 +23,8 @@ struct BatchCertificate {
   // Lower bound on sent_bytes_max if only ranks that hold the data (candidate senders) send: the load of the busiest
   // sender if the sending of all items is divided in the best way.
   int64_t sent_bytes_bound = 0;
-  // False if some division may be unable to reach the bound: with more than kMaxPools sets of candidate senders, or if
-  // some sets are unknown, a weaker bound is computed.
+  // True if some division reaches the bound. False if that is not known, because a weaker bound was computed: there are
+  // more than kMaxPools sets of candidate senders, or some sets are unknown.
   bool sent_bound_is_exact = true;
 
   int64_t rounds = 0;        // number of rounds

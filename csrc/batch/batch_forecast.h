@@ -26,7 +26,8 @@ struct BatchForecast {
     Rank from{};
     Rank to{};
     int64_t bytes = 0;
-    // Number of rounds that use the link. An upper bound: a piece of an item may have no elements of a message.
+    // Upper bound on the number of messages: the number of rounds with a piece of an item that uses the link. A piece
+    // may have no elements of a short message (schedule.h).
     int64_t messages = 0;
     int64_t predicted_ps = 0;  // latencies of the messages, plus the time of their bytes
   };

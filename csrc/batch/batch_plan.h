@@ -40,6 +40,7 @@ class BatchPlan {
   const Batch& batch() const { return batch_; }
   // Reductions to run first, in the order of sources.
   const std::vector<BatchReduction>& reductions() const { return reductions_; }
+  // The ranks of all meshes, ascending. ItemLoad::rank is an index into this list.
   const std::vector<Rank>& ranks() const { return ranks_; }
   int num_rounds() const { return num_rounds_; }
   // Size and number of buckets: at most the batch's settings. The largest round of any rank fits into a bucket.

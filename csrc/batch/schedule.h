@@ -43,7 +43,7 @@ struct ItemPiece {
 struct ItemLoad {
   int rank = 0;          // index into the ranks of the batch
   int64_t elements = 0;  // sent and received together, above 0
-  int64_t messages = 0;  // sent and received together; an upper bound
+  int64_t messages = 0;  // upper bound on the number of messages sent and received together
 };
 
 // Assigns items to rounds, one item after the other. A round is *open* while items may still be added to it.
