@@ -16,12 +16,14 @@ void write(Writer& out, const IntervalList& part) {
   });
 }
 
+// Reads the tokens of one rank. Throws UserError if a run is empty.
 IntervalList read_part(Reader& in) {
   IntervalList part;
   in.list([&] {
     const int64_t begin = in.integer();
     const int64_t end = in.integer();
-    check_user(begin < end, "attention must have parts of at least one token, got [", begin, ", ", end, ")");
+    check_user(begin < end, "attention bytes: a run of tokens must have at least one token, got [", begin, ", ", end,
+               ")");
     append(part, {begin, end});
     return 0;
   });
@@ -51,7 +53,7 @@ MaskTensor read_mask_tensor(Reader& in) {
   MaskTensor mask;
   mask.dtype = DType::parse(in.text());
   const std::vector<int64_t> shape = in.integers();
-  check_user(shape.size() == 4, "attention must have a mask of 4 dims, got ", shape.size());
+  check_user(shape.size() == 4, "attention bytes: a mask tensor must have 4 dims, got ", shape.size());
   mask.batch = shape[0];
   mask.heads = shape[1];
   mask.rows = shape[2];
@@ -86,7 +88,7 @@ std::pair<Attention, bool> attention_from_bytes(std::string_view bytes) {
   a.mesh = read_mesh(in);
   a.dtype = DType::parse(in.text());
   const std::vector<int64_t> sizes = in.integers();
-  check_user(sizes.size() == 7, "attention must have 7 sizes, got ", sizes.size());
+  check_user(sizes.size() == 7, "attention bytes must have 7 sizes, got ", sizes.size());
   a.batch = sizes[0];
   a.heads = sizes[1];
   a.kv_heads = sizes[2];
