@@ -90,7 +90,7 @@ class Backward {
     return transfer;
   }
 
-  // Waits for a transfer and adds the received gradients to those of this rank's keys.
+  // Emits the wait for a transfer, and the additions of the received gradients to the gradients of this rank's keys.
   void finish(const GradientTransfer& transfer) {
     writer_.builder.wait(transfer.ticket);
     for (const ReturnedSums& received : transfer.sums) {

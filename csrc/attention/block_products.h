@@ -29,6 +29,7 @@ struct SequenceBlock {
 // The blocks of one sequence.
 class SequenceBlocks {
  public:
+  // `blocks` must be sorted by tokens. The number of a block is its index.
   SequenceBlocks(std::vector<SequenceBlock> blocks, int64_t num_ranks);
   // Makes the blocks of a sequence that every rank holds in full: of_rank() returns all blocks for every rank. The
   // owner of each block must be 0.
@@ -39,7 +40,7 @@ class SequenceBlocks {
 
   const SequenceBlock& operator[](int index) const { return blocks_[index]; }
   int size() const { return static_cast<int>(blocks_.size()); }
-  // Returns the blocks of a rank, in the order of its local tensors.
+  // Returns the numbers of the blocks of a rank, in the order of its local tensors.
   const std::vector<int>& of_rank(int64_t position) const { return by_rank_[position]; }
 
  private:
@@ -66,10 +67,10 @@ class BlockProducts {
   std::vector<bool> key_overlaps(int queries) const;
   // Returns one entry per block of queries: true if it overlaps this block of keys.
   std::vector<bool> query_overlaps(int keys) const;
-  // Returns the blocks of keys that a block of queries overlaps, ascending.
+  // Returns the numbers of the blocks of keys that a block of queries overlaps, ascending.
   std::vector<int> keys_of(int queries) const;
-  // Returns the blocks of the owner's keys that some block of rank `by`'s queries overlaps, in the order of the owner's
-  // local tensors. Returns an empty list if every rank holds all keys.
+  // Returns the numbers of the blocks of the owner's keys that some block of queries of rank `by` overlaps, in the
+  // order of the owner's local tensors. Returns an empty list if every rank holds all keys.
   std::vector<int> keys_needed(int64_t owner, int64_t by) const;
 
  private:
@@ -84,7 +85,7 @@ struct BlockCounts {
   int64_t full = 0;
   int64_t triangles = 0;
   int64_t others = 0;  // stripes, and parts of triangles
-  int64_t pairs = 0;   // visible pairs of a query and a key
+  int64_t pairs = 0;   // visible (query, key) pairs of tokens, for one head of one batch item
 
   int64_t products() const { return full + triangles + others; }
 };

@@ -27,7 +27,8 @@ const SequenceBlocks& blocks_of(const AttentionWriter& writer, HeadKind kind) {
   return kind == HeadKind::kQueries ? writer.products.queries() : writer.products.keys();
 }
 
-// The sizes of a block's gradients, which are stored one after the other.
+// The gradients of a block, {dq} or {dk, dv}, as tensors that are stored one after the other. Sizes and offsets are in
+// elements.
 struct BlockTensors {
   BlockTensors(const AttentionWriter& writer, HeadKind kind, int block, int64_t heads) {
     const int64_t rows = blocks_of(writer, kind)[block].rows();
@@ -37,7 +38,7 @@ struct BlockTensors {
     }
   }
 
-  // Returns the memory of the gradients in a buffer, from `offset` on.
+  // Returns the memory of the gradients if the first of them begins at element `offset` of a buffer.
   BlockGradients in_buffer(BufferId buffer, int64_t offset) const {
     BlockGradients gradients;
     for (HeadsTensor tensor : tensors) {

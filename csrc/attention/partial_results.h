@@ -25,9 +25,8 @@ class PartialResults {
   // Emits the result of a block of queries that see no keys: zeros, and an lse of minus infinity.
   void set_empty_result(int queries, const Heads& q);
 
-  // Emits copies of the complete result of a block of queries to `out` and `lse`, from this row and head on, and
-  // forgets the result.
-  // Throws InvariantError if the result is incomplete.
+  // Emits copies of the complete result of a block of queries to `out` and `lse`, beginning at row `row` of head
+  // `first_head`, and forgets the result. Throws InvariantError if the result is incomplete.
   void store(int queries, int64_t row, const HeadsTensor& out, const HeadsTensor& lse, int64_t first_head);
 
  private:

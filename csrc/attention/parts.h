@@ -24,7 +24,8 @@ struct HeadsTensor {
 
   int64_t count() const { return batch * heads * rows * depth; }
   BufferRange range() const { return {buffer, offset, count()}; }
-  // Return the tensor's rows from this head and row on. rows_at is for an lse.
+  // Return a view of the tensor that begins at row `row` of head `head`; rows_at is for an lse. The view has no number
+  // of heads or rows: the instruction that uses it has these sizes.
   Heads at(int64_t head, int64_t row) const {
     return {buffer, offset + (head * rows + row) * depth, heads * rows * depth, rows * depth, depth};
   }
