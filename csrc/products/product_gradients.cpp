@@ -50,12 +50,14 @@ class ProductPlan::Backward {
 
   std::string name(const char* what, size_t j) const { return numbered(what, j, count_); }
 
-  // Return the contractions of the gradient of result j with weight j to the gradient of the operand, and with the
-  // operand to the gradient of weight j.
+  // Returns the contraction of the gradient of result j with weight j that gives the gradient of the operand:
+  // "mn,kn->mk" for the forward "mk,kn->mn".
   Contraction to_operand(size_t j) const {
     const auto& [operand, weight, result] = plan_.letters_[j];
     return Contraction::parse(result + "," + weight + "->" + operand);
   }
+  // Returns the contraction of the gradient of result j with the operand that gives the gradient of weight j: here
+  // "mn,mk->kn".
   Contraction to_weight(size_t j) const {
     const auto& [operand, weight, result] = plan_.letters_[j];
     return Contraction::parse(result + "," + operand + "->" + weight);

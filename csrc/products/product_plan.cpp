@@ -92,8 +92,9 @@ Matmul ProductPlan::forward_matmul(Lead lead, const MovePlanner& planner) const 
   return gather;
 }
 
-// Chooses the move that is predicted to take longest among the moves that can be chunked. Among equal moves it prefers
-// the weight's, then the result's. Several weights share the move of their operand, so that is the only candidate.
+// Returns the tensor whose move is predicted to take longest among the moves that can be chunked. If predictions are
+// equal, it prefers the weight, then the result. With several weights, the operand is the only candidate, because all
+// products share its move. Returns kOperand if no move can be chunked.
 Lead ProductPlan::choose_lead(const MovePlanner& planner) const {
   std::optional<std::pair<int64_t, Lead>> best;
   for (const Lead lead : {Lead::kOperand, Lead::kResult, Lead::kWeight}) {
