@@ -71,8 +71,9 @@ int64_t bias_bytes(const Product& o, const AttendItemBytes& item_bytes) {
   return largest;
 }
 
-// Returns the number of elements of all operands that are padded to equal depths, after padding. If values are
-// shallower than keys, these are v and `num_results` tensors shaped like the result; if values are deeper, q and k.
+// Returns the total number of elements, with padding, of the tensors that are padded to the larger of two depths, of
+// keys and of values: v and `num_results` tensors shaped like the result if values are shallower than keys, q and k if
+// values are deeper, none if the depths are equal.
 int64_t padded_elements(const AttendSizes& s, int64_t num_results) {
   const int64_t of_queries = s.batch * s.heads * s.rows * std::max(s.depth, s.value_depth);
   const int64_t of_keys = s.batch * s.kv_heads * s.columns * std::max(s.depth, s.value_depth);

@@ -137,8 +137,8 @@ ExaminedRanks ProgramMemory::ranks_to_examine(size_t step, int64_t max_ranks) co
 ProgramMemory::MaxPeaks ProgramMemory::max_peak_bytes_by_step(int64_t max_ranks) {
   MaxPeaks maxima;
   if (!segments_.empty()) {
-    const auto [ranks, are_all] = evenly_spaced(ranks_of(plan_), max_ranks);
-    maxima = {std::vector<int64_t>(plan_.steps.size(), 0), are_all};
+    const auto [ranks, are_complete] = evenly_spaced(ranks_of(plan_), max_ranks);
+    maxima = {std::vector<int64_t>(plan_.steps.size(), 0), are_complete};
     for (const Rank rank : ranks) {
       const std::vector<int64_t> peaks = peak_bytes_by_step(rank);
       for (size_t i = 0; i < peaks.size(); ++i) maxima.bytes[i] = std::max(maxima.bytes[i], peaks[i]);
@@ -165,7 +165,7 @@ ProgramMemory::MaxPeaks ProgramMemory::max_peak_bytes_by_step(int64_t max_ranks)
         bound && std::any_of(examined_traffic.begin(), examined_traffic.end(), [&](const Traffic& traffic) {
           return traffic.received_bytes == bound->received_bytes && traffic.sent_bytes == bound->sent_bytes;
         });
-    maxima.is_exact = maxima.is_exact && (examined.are_all || reaches_bound);
+    maxima.is_exact = maxima.is_exact && (examined.are_complete || reaches_bound);
   }
   return maxima;
 }

@@ -27,7 +27,8 @@ struct PeakBytes {
 // The ranks to examine for the largest peak.
 struct ExaminedRanks {
   std::vector<Rank> ranks;
-  bool are_all = true;  // true if all ranks, or one of each class, are examined
+  // True: these are all ranks, or one rank of each class (moves/rank_classes.h), so no other rank has a larger peak.
+  bool are_complete = true;
 };
 
 // Computes the peak memory of compile(plan, rank), for many ranks of one plan, from the sizes and lifetimes of the

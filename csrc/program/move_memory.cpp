@@ -256,10 +256,11 @@ class MoveMemory : public StepMemory {
     std::vector<bool> is_even;          // by round: all members receive equally many elements
   };
 
-  // Determines if the messages that the rank at `position` sends in a step of one round are one run, without listing
-  // them. Returns nullopt unless the exchange is regular and all parts have one length: only then is the index of a
-  // part linear in the coordinates of its rank, so that one member along each mesh dim shows if all parts are
-  // consecutive. The caller sets the total.
+  // Determines if the messages that the rank at `position` sends in a step of one round are one run, and the first
+  // element of the run, without listing the messages. The caller sets the total of the result. Returns nullopt unless
+  // the exchange is regular and the parts of all members have one length. Then the index of a part is linear in the
+  // coordinates of its member, so the first member and the next member along each mesh dim show if all parts are
+  // consecutive.
   std::optional<RunOfMessages> run_of_equal_parts(int64_t position) {
     const Mesh& mesh = step_.before.mesh();
     if (step_.rounds > 1 || !exchange_.is_regular() || !mesh.ranks_are_positions()) return std::nullopt;
@@ -279,8 +280,8 @@ class MoveMemory : public StepMemory {
     return run;
   }
 
-  // Adds each member's part to the messages of its rounds, in the order of the group. Stops as soon as no round's
-  // messages are one run: then only the totals can still change, and the caller sets the totals.
+  // Adds each member's part to the messages of its rounds, in the order of the group. Stops as soon as the messages of
+  // no round are one run, because further parts change only the totals. The caller sets the totals.
   void add_parts_in_order(std::vector<RunOfMessages>& rounds, int64_t position) {
     for (const int64_t member : exchange_.group(position).positions) {
       const Transfer part = exchange_.full_transfer(position, member);

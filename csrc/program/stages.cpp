@@ -44,7 +44,8 @@ class SegmentLives {
 
   const SketchedSegment& of(int64_t segment) const { return segments_[segments_.size() == 1 ? 0 : segment]; }
 
-  // Appends the instructions of one pipeline stage of a segment to changes_.
+  // Appends the instructions of one pipeline stage of a segment to changes_. After the segment's last stage, also adds
+  // the lives of its buffers. `num_needed` is the number of elements of the full output.
   void append_stage(int64_t segment, int64_t stage, int64_t num_needed) {
     const SketchedSegment& sketched = of(segment);
     Progress& progress = progress_[segment];

@@ -35,7 +35,8 @@ class StepMemory {
   virtual std::optional<Traffic> traffic_upper_bound() const = 0;
 };
 
-// Return the memory of a step on one mesh (move_memory.cpp), and of a crossing (exchanges.cpp).
+// Return the memory of a step on one mesh (move_memory.cpp), and of a crossing or a rearrangement
+// (exchanges.cpp).
 std::unique_ptr<StepMemory> memory_of_move(const Step& step, const Plan& plan);
 std::unique_ptr<StepMemory> memory_of_crossing(const Step& step, const Plan& plan);
 

@@ -66,7 +66,7 @@ class RunOfMessages {
   bool is_run() const { return is_run_; }
   int64_t first() const { return first_; }  // first element of the run, if there is a message
   int64_t total() const { return total_; }  // number of elements of all messages
-  // For callers that stop adding messages once is_run() is false.
+  // Sets the result of total(), for callers that stop adding messages once is_run() is false.
   void set_total(int64_t total) { total_ = total; }
 
  private:

@@ -98,10 +98,9 @@ class Messages {
   std::vector<SendReceive::Message> as_sent_or_received() const;
   std::vector<int64_t> counts(int64_t group_size) const;  // elements to or from each member of the group
 
-  // Packs the staged messages of the sent side, or unpacks those of the received side: emits copies of their items
-  // between tensors and staging memory, one instruction for each pair of buffers. Skips the message of the peer
-  // `except`
-  // (-1: none).
+  // Packs the staged messages of the sent side, or unpacks the staged messages of the received side: emits copies of
+  // their items between tensors and staging memory, one instruction for each pair of buffers. Skips the message of the
+  // peer `except` (-1: none).
   void copy(ProgramBuilder& builder, int64_t except = -1) const;
 
  private:
@@ -116,7 +115,8 @@ class Messages {
 
   // Makes a message of these items, and sets its length and its run.
   Message make_message(int64_t peer, std::vector<TransferItem> items) const;
-  // Return the range of some items, or of all messages, in the tensor; nullopt if they are not one run there.
+  // Return the range of these items, or of all messages, in their tensor; nullopt if they are not one run in one
+  // tensor.
   std::optional<BufferRange> run_of(const std::vector<TransferItem>& items) const;
   std::optional<BufferRange> run_of_all() const;
 
