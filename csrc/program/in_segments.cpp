@@ -29,7 +29,7 @@ class Renumber {
   void operator()(Cast& o) const { replace(o.src.buffer, o.dst.buffer); }
   template <IsOneOf<Gemm, Attend, AttendBackward, Merge, Accumulate, Offer, Fetch> Product>
   void operator()(Product&) const {
-    throw InvariantError("a plan has an instruction of a product");
+    throw InvariantError("the program of a plan has an instruction that only products and attention have");
   }
   void operator()(AllGather& o) const {
     replace(o.src.buffer, o.dst.buffer);

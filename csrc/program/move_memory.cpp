@@ -89,7 +89,7 @@ class MoveMemory : public StepMemory {
       case StepOp::kRearrange:
         break;
     }
-    throw InvariantError("a crossing is not a move on one mesh");
+    throw InvariantError("MoveMemory got a crossing or a rearrangement, whose memory memory_of_crossing returns");
   }
 
  private:
