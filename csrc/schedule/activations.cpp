@@ -52,10 +52,10 @@ void check_activations(const std::vector<Activation>& activations, size_t num_us
     check_user(0 <= a.saved && a.saved <= a.first && a.first <= a.last && a.last < static_cast<int>(num_uses),
                "uses of activations[", k, "] must satisfy 0 <= saved <= first <= last < ", num_uses,
                ", got saved=", a.saved, ", first=", a.first, ", last=", a.last);
-    check_user(before <= a.first, "first of activations[", k, "] must be at least ", before,
-               ", the first of the previous activation, got ", a.first);
-    check_user(k <= a.until && a.until < count, "until of activations[", k, "] must be ", InRange{k, count - 1},
-               ", got ", a.until);
+    check_user(before <= a.first, "activations[", k, "].first must be at least ", before, " (activations[", k - 1,
+               "].first), got ", a.first);
+    check_user(k <= a.until && a.until < count, "activations[", k, "].until must be ", InRange{k, count - 1}, ", got ",
+               a.until);
   }
 }
 
