@@ -44,7 +44,7 @@ constexpr int kMostUsesTried = 8;              // maximum number of gathers and 
 
 struct ChunkingOptions {
   ScheduleOptions schedule;
-  bool chooses_prefetch = false;  // true: as `fastest_schedule` does, and schedule.prefetch is not read
+  bool chooses_prefetch = false;  // true: `fastest_schedule` chooses the prefetch, and schedule.prefetch is not read
   bool may_add_chunks = false;    // true: the bytes that chunks take are added to the budget
 };
 

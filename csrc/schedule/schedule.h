@@ -135,13 +135,14 @@ struct Gather {
   bool from_copy = false;  // from the kept copy instead of the sharded parts
 };
 
-// The reduction of a gradient. Uses are given by index. A weight has at most one reduction at a time.
+// The reduction of a gradient. Uses are given by index. A weight has at most one reduction at a time. If `finish` is
+// `start`, the transfer after this use overlaps no compute.
 struct Reduction {
   int weight = 0;
   int first = 0;           // use from which on the gradient exists: the first backward use since the last reduction
   int start = 0;           // use after which the reduction starts
-  int finish = 0;          // use after which it is waited for and the gradient released; `start`: it overlaps nothing
-  bool in_chunks = false;  // true: reduced within uses up to `start`, except for the part that is not in chunks
+  int finish = 0;          // use after which it is waited for and the gradient released
+  bool in_chunks = false;  // true: chunks are reduced within uses up to `start`, and only the rest starts after it
 };
 
 // The start of an activation's gather: at the beginning of the turn of activation `trigger`, within use `start`.
