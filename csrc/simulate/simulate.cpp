@@ -175,8 +175,8 @@ Machine::Payload input_of(const Plan& plan, const Expectation& expectation, Rank
   return values;
 }
 
-// Compares a rank's result with the expectation. If mesh dims become partial, adds the result to `new_partials`
-// instead. Returns the number of elements of the result.
+// Throws InvariantError unless a rank's result has the expected elements. If mesh dims become partial, checks only the
+// number of elements, and adds their values to `new_partials`, which checks them. Returns the number of elements.
 int64_t check_result(const Plan& plan, const Expectation& expectation, Rank rank, const Machine::Payload& output,
                      NewPartials& new_partials) {
   const std::optional<Position> position = plan.dst.mesh().position_of(rank);
