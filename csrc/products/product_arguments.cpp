@@ -188,7 +188,8 @@ class ProblemMaker {
     const GivenTensor& x = given_.x;
     const bool k_is_cut = is_gather() && dim_ == ndim() - 1;
     const bool fits = weight.shape.size() == 2 && (weight.shape[k_dim()] == x.shape.back() || k_is_cut);
-    check_user(fits, weight.name, " must have shape (", is_linear() ? "out_features, " : "", x.shape.back(),
+    const std::string k = k_is_cut ? "k" : std::to_string(x.shape.back());
+    check_user(fits, weight.name, " must have shape (", is_linear() ? "out_features, " : "", k,
                is_linear() ? ")" : ", n)", " for x of shape ", tuple_text(x.shape), ", got ", tuple_text(weight.shape));
     const bool has_dtype = weight.dtype == x.dtype || scaled_by_ != ScaledBy::kNothing;
     check_user(has_dtype && weight.device == x.device, weight.name, " must be ", torch_name(x.dtype), " on ", x.device,
