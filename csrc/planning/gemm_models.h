@@ -8,9 +8,9 @@
 
 namespace shardwright {
 
-// Returns the model that was measured on this type of device with this dtype, or else with another dtype: models
-// describe 16-bit operands and are scaled to other dtypes. Returns nullopt if no products were measured on such a
-// device.
+// Returns the model that was measured on this type of device with this dtype, or else with the first measured of
+// bfloat16, float16, float32 and float64. A model describes 16-bit operands and is scaled to other dtypes when it is
+// used. Returns nullopt if there is no such model.
 std::optional<GemmModel> measured_gemm_model(const PlanningTables& tables, const std::string& device_type,
                                              const DType& dtype);
 

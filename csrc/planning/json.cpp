@@ -25,7 +25,7 @@ std::string quoted(const std::string& text) {
 
 namespace {
 
-// The functions below return pieces of JSON. `value` and `fields` are JSON already; names are quoted here.
+// The functions below return pieces of JSON. `value`, `fields` and `items` are JSON already; names are quoted here.
 std::string field(const std::string& name, const std::string& value) { return quoted(name) + ": " + value; }
 std::string field(const std::string& name, int64_t value) { return field(name, std::to_string(value)); }
 std::string flag(const std::string& name, bool value) { return field(name, value ? "true" : "false"); }
