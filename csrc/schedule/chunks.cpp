@@ -90,9 +90,9 @@ class Chunking {
     return last;
   }
 
-  // Returns true if the weight may be gathered in chunks for the uses first, ..., last of one pass: for a forward, or
-  // with `in_backwards` also for a backward, unless the use before or after them has the weight gathered already. With
-  // `in_backwards`, only a recomputation does.
+  // Returns true if the weight may be gathered in chunks for the uses first, ..., last of one pass. The pass must be a
+  // forward, or with `in_backwards` a forward or a backward. The use before `first` and the use after `last` must not
+  // need the weight; with `in_backwards`, this holds only for recomputations.
   bool may_gather(const ChunkedWeight& chunked, int first, int last) const {
     const Pass pass = uses_[first].pass;
     if (pass != Pass::kForward && (pass != Pass::kBackward || !chunked.in_backwards)) return false;
