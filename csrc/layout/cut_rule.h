@@ -110,8 +110,10 @@ class CutRule {
   // Returns the split factor of the strided cut that makes the same parts as this rule. Returns nullopt if parts differ
   // in length or there is no such cut. Digits (exchange/digits.h) and canonical forms are made from it.
   std::optional<int64_t> equal_split_factor(int64_t n, int64_t k) const;
-  // Returns the rule that makes the same parts once the previous cut (`earlier`, over k coordinates) is gathered, or
-  // nullopt if there is none. Example: chunks of chunks become SS with split factor k.
+  // Returns the rule that this cut needs after the previous cut (`earlier`, over k coordinates) is gathered, so that a
+  // coordinate of this cut has the same elements as before on all k coordinates together. Returns nullopt if there is
+  // none. Valid only for parts of equal lengths. Example: 12 elements in chunks over a=2, then in chunks over b=2. All
+  // ranks with coordinate 0 on b have [0, 3) and [6, 9) together: its part by SS with split factor 2.
   std::optional<CutRule> with_gathered(const CutRule& earlier, int64_t k) const;
   // Swaps this cut with the next cut (`later`, over k coordinates), which keeps its rule. Returns the rule that this
   // cut needs after the swap so that the two cuts make the same parts, or nullopt if there is none. Valid only for
