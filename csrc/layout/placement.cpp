@@ -108,7 +108,8 @@ CutRule parse_packed(const std::string& numbers, const std::string& placement) {
   return CutRule::packed(parse_sizes(numbers.substr(0, comma), placement), unit);
 }
 
-// Parses "0-2+6-8:2-6": the intervals of each coordinate, in order. The text of a coordinate without elements is empty.
+// Parses "0-2+6-8:2-6": coordinate 0 has [0, 2) and then [6, 8), coordinate 1 has [2, 6). The text of a coordinate
+// without elements is empty.
 CutRule parse_pieces(const std::string& text, const std::string& placement) {
   std::vector<std::vector<Interval>> lists(1);
   for (size_t begin = 0; begin <= text.size();) {

@@ -47,6 +47,7 @@ class RepeatingList {
   };
 
   RepeatingList() = default;
+  // Appends the items in order. Items without elements are left out.
   RepeatingList(std::initializer_list<Item> items) {
     for (const Item& item : items) {
       if (item.extent() > 0) append(item);

@@ -109,7 +109,7 @@ class Selection {
 
     // Adds an innermost dim with these pieces.
     void add_dim(PieceList common);
-    // Keeps the indices [begin, end) of dim d.
+    // Keeps the selected indices [begin, end) of dim d, counted from the first selected index.
     void narrow(size_t d, int64_t begin, int64_t end);
   };
 
