@@ -170,7 +170,9 @@ ShardElements overlaps_by_shard(const std::vector<IntervalList>& lists, const In
     if (elements > 0) overlaps.emplace_back(static_cast<int64_t>(shard), elements);
     total += elements;
   }
-  check_invariant(total <= length(list), "parts of the source overlap");
+  const int64_t needed = length(list);
+  check_invariant(total <= needed, "parts of the source overlap: they have ", total, " elements in common with a part ",
+                  "of the destination of ", needed, " elements");
   return overlaps;
 }
 
