@@ -13,8 +13,8 @@ constexpr int64_t kMaxMembers = int64_t{1} << 17;
 
 }  // namespace
 
-// Builds SharedWork (exchange/load.h) from jobs and the sets of ranks that may do them. Every set consists of complete
-// teams.
+// Builds the input of min_max_load (exchange/load.h) from jobs and the sets of ranks that may do them. Its workers are
+// the ranks, and its teams are the teams of the cells. Every set must consist of complete teams.
 struct Cells::Work {
   explicit Work(const Cells& cells) : cells(cells) {
     for (const std::vector<size_t>& team : cells.teams_) {

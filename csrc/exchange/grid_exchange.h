@@ -48,7 +48,8 @@ namespace shardwright {
 class GridExchange final : public Exchange {
  public:
   // The layouts must have the same shape and dtype and no partials, and `policy` must not be kAligned; otherwise throws
-  // InvariantError. With kNodeLocal, nodes are `ranks_per_node` consecutive ranks.
+  // InvariantError. A node is `ranks_per_node` consecutive ranks. Only kNodeLocal needs this number, and throws
+  // InvariantError unless it is above 0.
   GridExchange(const Layout& src, const Layout& dst, ReplicaPolicy policy, int64_t ranks_per_node = 0);
   // Makes the exchange of two grids with equal dims, which may be boxes of tensors with different shapes. The replica
   // `first_sender` of a part sends the first range of the queue; the next replicas follow in cyclic order.

@@ -63,7 +63,8 @@ class MeshExchange final : public Exchange {
   std::map<int64_t, int64_t> members_by_need(int64_t position) const;
   // Returns the number of elements that one member of a group sends another.
   int64_t elements_between(int64_t from, int64_t to) const { return transfer(group(from), from, to).count(); }
-  // Returns true if all messages are equal except for offsets.
+  // Returns true if digits describe both layouts and replicas do not share the sending. Then all messages are equal
+  // except for peers and offsets.
   bool is_regular() const { return regular_.has_value(); }
   // Returns true if the exchange is regular and all pairs of members with equal coordinates on the replica dims
   // exchange data.
