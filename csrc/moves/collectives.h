@@ -12,7 +12,7 @@
 namespace shardwright {
 
 // Return true if the pending reductions of a layout over these mesh dims, or the reduction of a step, are native. An
-// ordered step is never native.
+// ordered step is never native. For steps that do not reduce, the result has no meaning.
 bool reduces_natively(const Layout& layout, MeshDimSet mesh_dims, Lowering lowering);
 bool reduces_natively(const Step& step, Lowering lowering);
 

@@ -1,5 +1,5 @@
 // The traffic of single ranks in moves between numbered lists of cuts (moves/cut_lists.h). The ranks are at corners
-// (moves/rank_classes.h), and are examined if some pair of lists has no closed form.
+// (moves/rank_classes.h), and are examined if some pair of lists has no closed form (moves/list_pairs.h).
 //
 // Every mesh dim cuts at most one tensor dim, so counts are products over tensor dims. The factors are cached.
 #pragma once

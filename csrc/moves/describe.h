@@ -8,8 +8,8 @@
 
 namespace shardwright {
 
-// Returns one line for the plan, then one line per step, and one for segments. `traffic` is the plan's; if it is null
-// or has no traffic of single steps, that is computed.
+// Returns one line for the plan, one line per step and, for a plan in several segments, one line for the segments.
+// `traffic` is the traffic of the plan. If it is null or lacks `of_steps`, the traffic of each step is computed.
 std::string to_string(const Plan& plan, const TrafficTotals* traffic = nullptr);
 
 }  // namespace shardwright

@@ -45,8 +45,9 @@ constexpr int64_t kMaxRanksInNonUniformSegments = 512;
 // and each part is one run of the list that this cut divides.
 int64_t cell_length(const Plan& plan, int tensor_dim);
 
-// Returns true if a plan can be carried out in these segments. Several segments require a plan between two meshes,
-// steps that communicate at most once, and segments that are uniform or within the limits above.
+// Returns true if a plan can be carried out in these segments. A single segment must have tensor dim 0. More segments
+// require a plan between two meshes, steps that communicate at most once, and segments that are uniform or within the
+// limits above.
 bool can_run_in_segments(const Plan& plan, const Segments& segments);
 
 // Returns true if all segments of a plan are uniform.

@@ -183,7 +183,7 @@ class Pipeline {
   int64_t picoseconds_divided(int64_t count, const std::vector<Share>& shares) const {
     return picoseconds(count, shares, copies_);
   }
-  // Returns the time if the plan, that of one uniform segment, is repeated for `count` segments.
+  // Returns the time of `count` uniform segments, if this is the plan of one of them.
   int64_t picoseconds_repeated(int64_t count) const {
     return picoseconds(count, std::vector<Share>(steps_.size()), saturating_product(copies_, count));
   }

@@ -15,7 +15,7 @@ MeshExchange mesh_exchange_of(const Step& step) {
 
 std::unique_ptr<const Exchange> exchange_of(const Step& step) {
   check_invariant(step.op != StepOp::kReduceScatter && step.op != StepOp::kAllReduce,
-                  "exchange_of was called for a reduction");
+                  "exchange_of was called for a step that reduces: ", step_op_name(step.op));
   if (step.op == StepOp::kCross) return std::make_unique<const GridExchange>(crossing_of(step));
   if (step.op == StepOp::kRearrange) {
     return std::make_unique<const IndexedExchange>(step.before, step.after, step.policy);
