@@ -343,8 +343,8 @@ std::vector<int64_t> inferred_shape(const Layout& layout, std::vector<int64_t> s
     if (size == -1) continue;
     if (size > 0) known = saturating_product(known, size);
     if (size > 0 && layout.num_elements() % known == 0) continue;
-    throw UserError(concat("shape must have sizes besides -1 whose product is above 0 and divides ",
-                           layout.num_elements(), ", the number of elements, got (", join(shape), ")"));
+    throw UserError(concat("shape must have, besides -1, sizes above 0 whose product divides ", layout.num_elements(),
+                           ", the number of elements, got (", join(shape), ")"));
   }
   *unknown = layout.num_elements() / known;
   return shape;
