@@ -114,8 +114,8 @@ class GroupView {
     size_t part;
   };
 
-  // Finds cuts on the mesh with the mesh dim `split` split in two, for each way to factor its size. Positions on such a
-  // mesh equal positions on the mesh itself. Returns false if there are no such cuts.
+  // Splits the mesh dim `split` in two, which does not change positions, and adds cuts on the new mesh to the result.
+  // Tries the ways to factor the size of the mesh dim until cuts fit. Returns false if none do.
   bool fit_split(const Holdings& holdings, int split, Result& result) const {
     const int64_t k = mesh_.dim_size(split);
     for (int64_t outer = 2; outer < k; ++outer) {
@@ -148,7 +148,8 @@ class GroupView {
     return false;
   }
 
-  // Keeps the cuts if both sides have the same dims apart from dims of size 1. Returns false otherwise.
+  // Keeps the cuts if both sides have the same dims apart from dims of size 1, and no dim of size 1 is cut. If both
+  // sides have equal dims, dims of size 1 may be cut too. Returns false otherwise.
   bool keep(Result& result) const {
     std::vector<size_t> src_dims, dst_dims;
     for (size_t i = 0; i < src_.size(); ++i) {

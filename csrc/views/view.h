@@ -24,7 +24,7 @@ namespace shardwright {
 // The reason why a layout has no view of a shape.
 struct NoView {
   std::string reason;    // a clause: "rank 2 holds the elements 4-6 of the 20 that become (4, 5), ..."
-  MeshDimSet mesh_dims;  // the mesh dims whose cuts prevent the view; with several groups of dims, those of the first
+  MeshDimSet mesh_dims;  // mesh dims whose cuts prevent the view; only of the first group of dims that has no view
   std::optional<Layout> on_parts = std::nullopt;  // the view, if there is one that DTensor cannot express
 };
 
