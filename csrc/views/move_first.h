@@ -1,5 +1,5 @@
-// Finds the cheapest redistribute after which a view moves nothing. A *destination* is a layout that the redistribute
-// may lead to.
+// Finds the cheapest redistribute after which a view moves nothing. A *destination* is a layout of the same shape to
+// which the redistribute may lead.
 #pragma once
 
 #include <cstdint>
@@ -29,15 +29,17 @@ struct MoveFirst {
 // The allowed views: all, or only views that DTensor can express (dtensor_view_of).
 enum class ViewsFor : uint8_t { kAnyone, kDTensor };
 
-// Returns the plan with the least predicted time to a destination whose view moves nothing. Destinations differ from
-// `layout` only in the mesh dims of `why`, each of which cuts one tensor dim into chunks or replicates. `why` has the
-// mesh dims of only one group of dims (views/view.h). If other groups have no view either, no such destination has one;
-// then destinations differ in all mesh dims that cut. There is always a plan, because a tensor that no mesh dim cuts
-// may have any shape. Ties are broken by fewer bytes received, then by smaller parts.
+// Returns the plan with the least predicted time from `layout` to a destination that has a view of this shape, and the
+// view. Ties are broken by fewer bytes received, then by smaller parts. `why` is the reason why `layout` has no view.
 //
-// A destination is skipped if one of its cuts prevents the view even with all other mesh dims of `why` replicated. All
-// other destinations are tried in the order of a lower bound on the time of any plan to them, until the bound exceeds
-// the best time.
+// In a destination, each mesh dim of why.mesh_dims cuts one tensor dim into chunks or replicates. All other mesh dims
+// cut as in `layout`. If no such destination has a view, because another group of dims (views/view.h) prevents it too,
+// the search is repeated with all mesh dims that cut in place of why.mesh_dims. It then finds a plan, because a
+// destination without cuts has a view of any shape.
+//
+// A cut by a changed mesh dim is not tried if it prevents the view even with all other changed mesh dims replicated.
+// Destinations are tried in the order of a lower bound on the time of any plan to them, until the bound exceeds the
+// best time or one of the limits above is reached.
 MoveFirst cheapest_move(const Layout& layout, const std::vector<int64_t>& shape, int flattened, const NoView& why,
                         const PlanOptions& options, ViewsFor views_for = ViewsFor::kAnyone);
 
