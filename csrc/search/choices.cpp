@@ -68,7 +68,6 @@ bool Choices::preserves_rules(const std::map<int, int>& chosen) const {
   return true;
 }
 
-// New cuts come after existing ones, in mesh order.
 Layout Choices::with(const std::map<int, int>& chosen) const {
   Cuts cuts = layout_.cuts();
   for (std::vector<Cut>& list : cuts) {

@@ -38,7 +38,7 @@ class Choices {
   // Returns true if every unchanged cut that is not into chunks still divides the same lists. `chosen` has the new
   // tensor dim, or kReplicated, of each changed mesh dim.
   bool preserves_rules(const std::map<int, int>& chosen) const;
-  // Returns the layout with these changes.
+  // Returns the layout with these changes. New cuts are into chunks, after the unchanged cuts, in mesh order.
   Layout with(const std::map<int, int>& chosen) const;
 
   const Layout layout_;

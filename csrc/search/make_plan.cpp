@@ -99,9 +99,11 @@ PartialWork any_partial_work(const Layout& src, const Layout& dst) {
   return src.mesh() == dst.mesh() ? partial_work(src, dst) : partial_work_between(src, dst);
 }
 
-// Returns the goal of the search: `dst` before any mesh dim becomes partial. A mesh dim that will be zero-filled stays
-// cut, innermost, so that the fill is local. It keeps the source's rule if that cuts the same list there. Between two
-// meshes it cuts the longest tensor dim.
+// Returns the goal of the search: `dst` before mesh dims become partial. A mesh dim that will be partitioned replicates
+// in the goal. A mesh dim that will be zero-filled cuts in the goal, so that the fill is local: the tensor dim that the
+// mesh dim cuts in `src` or, between two meshes and for rearrangements, the longest tensor dim. This cut follows the
+// cuts of `dst`. Its rule is chunks; but a source's rule that is neither chunks nor strided is kept if the cuts before
+// it are those of the source.
 Layout goal_of(const Layout& src, const Layout& dst, const PartialWork& work) {
   Cuts goal_cuts = dst.cuts();
   if (!(src.mesh() == dst.mesh()) || needs_rearrangement(src, dst)) {

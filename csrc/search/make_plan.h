@@ -15,8 +15,9 @@ Plan make_plan(const Layout& src, const Layout& dst, const PlanOptions& options 
 
 // Returns the plan that goes through these layouts in order, with one move between neighbors. Use it to cost a plan
 // from elsewhere, or to force a plan. `layouts` begins with the source and ends with the destination. There is no step
-// between neighbors that hold the same parts, and a crossing between neighbors on different meshes. Throws UserError if
-// two neighbors are more than one move apart.
+// between neighbors that hold the same parts, and a crossing between neighbors on different meshes. If neighbors need a
+// rearrangement, the steps of make_plan() lead from one to the next. Throws UserError if two other neighbors are more
+// than one move apart.
 Plan plan_through(const std::vector<Layout>& layouts, const PlanOptions& options = {});
 
 // Returns a lower bound on the predicted time, with this plan's topology, of any plan between its layouts.

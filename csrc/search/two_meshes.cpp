@@ -96,7 +96,8 @@ class Crossings {
   }
 
  private:
-  // Tries all pairs of a leg in before_ and a leg in after_, without the first `first` legs of after_.
+  // Tries the pairs of a leg in before_ and a leg in after_ whose lower bound is below the best cost. Leaves out the
+  // first `first` legs of after_, and the pair of the first legs, which cheapest() tries.
   void try_pairs(size_t first) {
     struct Pair {  // one leg of each side
       Cost cost_bound;
@@ -232,8 +233,8 @@ class Crossings {
     for (const auto& [estimate, i, j] : pairs) try_relays_between(before_[i], after_[j], fans_out);
   }
 
-  // Returns true if relays may save messages (kRelaysAboveFraction). `fewer` and `messages` are the most messages that
-  // a rank sends and the most that a rank receives in the crossing, the smaller number first.
+  // Returns true if the three conditions of kRelaysAboveFraction hold. Of the most messages that a rank sends in the
+  // crossing and the most that a rank receives, `messages` is the larger number and `fewer` the smaller one.
   bool relays_may_save_messages(int64_t fewer, int64_t messages) const {
     const int64_t latency = saturating_product(messages, best_link_.message_ps);
     if (messages < kRelaysAboveRatio * fewer || latency < best_cost_->first / kRelaysAboveFraction) return false;
@@ -251,7 +252,7 @@ class Crossings {
     return best_cost_->first - best_cost_->first / kRelaysAboveFraction > over_relays;
   }
 
-  // Returns true if the leg begins with the parts of the goal, on a mesh on which a dim is split.
+  // Returns true if the leg after the crossing begins with the goal, on a mesh on which one of its mesh dims is split.
   bool begins_with_goal_parts(const Leg& last) const {
     if (last.layout.mesh() == goal_.mesh()) return false;
     const std::optional<Layout> rejoined = joined(last.layout, goal_.mesh_ptr());
