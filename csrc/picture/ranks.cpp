@@ -355,8 +355,9 @@ class RankPicture {
     }
   }
 
-  // Draws a circle, with arrows to it from all ranks of the group and arrows from it to all ranks with results. The
-  // circles of two groups do not coincide: each is at the mean of its group's rows, and groups differ by a shift.
+  // Draws the reduction of a group, which is given as positions: a circle, with arrows to it from all ranks that have
+  // elements, and arrows from it to all ranks that get results. The circles of two groups do not coincide: each is at
+  // the mean of its group's rows, and groups differ by a shift.
   void draw_reduction(size_t index, const Step& step, const std::vector<int64_t>& group) {
     const Mesh& mesh = step.before.mesh();
     const auto row_of = [&](int64_t member) {

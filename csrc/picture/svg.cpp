@@ -29,7 +29,7 @@ size_t character_bytes(std::string_view text) {
                                                                                                                : count;
 }
 
-// Splits text into characters. Characters that XML forbids become U+FFFD.
+// Splits UTF-8 text into characters. Invalid bytes, and control characters except line breaks, become U+FFFD.
 std::vector<std::string> characters(std::string_view text) {
   std::vector<std::string> all;
   while (!text.empty()) {

@@ -7,8 +7,8 @@
 
 namespace shardwright {
 
-// Escapes text for use between tags and in attributes, also in HTML. Characters that XML forbids (control characters,
-// invalid UTF-8) become U+FFFD.
+// Escapes UTF-8 text for use between tags and in attributes, also in HTML. Invalid bytes, and control characters except
+// line breaks, become U+FFFD.
 std::string escaped(std::string_view text);
 
 // Shortens text to at most `max_chars` characters of valid UTF-8. Shortened text ends with three dots.
