@@ -30,8 +30,8 @@ void check_side(const std::vector<Window>& windows, const std::vector<int64_t>& 
     ++num_axes[window.tensor_dim];
     const int64_t size = shape[window.tensor_dim];
     check_user(window.begin >= 0 && window.length >= 0 && window.begin <= size && window.length <= size - window.begin,
-               argument, ": range of ", side, " dim ", window.tensor_dim, " must be within [0, ", size, "), got [",
-               window.begin, ", ", window.begin + window.length, ")");
+               argument, ": range of ", side, " dim ", window.tensor_dim, " must be within [0, ", size, "), got begin ",
+               window.begin, " and length ", window.length);
   }
   for (size_t d = 0; d < num_axes.size(); ++d) {
     check_user(num_axes[d] == 1, argument, ": ", side, " dim ", d, " must be on one axis, got ", num_axes[d], " axes");

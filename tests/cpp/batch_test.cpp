@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <functional>
+#include <limits>
 #include <map>
 #include <numeric>
 #include <random>
@@ -753,9 +754,11 @@ TEST(Batch, ErrorsNameTheItemAndTheAllowedValues) {
   };
   EXPECT_EQ(error_of(batch(IndexMap({{0, 0, 0, 4, 4}, {1, 1, 0, 0, 6}}))), "");
   expect(batch(IndexMap({{0, 0, 0, 9, 4}, {1, 1, 0, 0, 6}})),
-         "item 0: range of destination dim 0 must be within [0, 12), got [9, 13)");
+         "item 0: range of destination dim 0 must be within [0, 12), got begin 9 and length 4");
   expect(batch(IndexMap({{0, 0, 1, 0, 4}, {1, 1, 0, 0, 6}})),
-         "item 0: range of source dim 0 must be within [0, 4), got [1, 5)");
+         "item 0: range of source dim 0 must be within [0, 4), got begin 1 and length 4");
+  expect(batch(IndexMap({{0, 0, 0, std::numeric_limits<int64_t>::max(), 4}, {1, 1, 0, 0, 6}})),
+         "must be within [0, 12), got begin 9223372036854775807 and length 4");
   expect(batch(IndexMap({{0, 0, 0, 0, 4}})), "source dim 1 must be on one axis, got 0");
   expect(batch(IndexMap({{0, 0, 0, 0, 4}, {1, 1, 0, 0, 6}, {1, -1, 0, 0, 1}})), "must be on one axis, got 2");
   expect(batch(IndexMap({{0, 0, 0, 0, 4}, {1, -1, 0, 0, 6}, {-1, 1, 0, 0, 1}})), "must be 1, got 6");
