@@ -247,9 +247,9 @@ def expand_rows(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns (pairs, copies, counts) for the replicas ``first_replica`` to ``first_replica + num_local - 1``, from the
     codes of received rows: `codes` is [rows, codes per row], int32. `origins`: a sort key for each row, int64, or None
-    for the order of rows. `pairs`: for each copy of a row, ``row * codes per row + column``, sorted by expert, then by
-    the row's origin. `copies`: for each code, the index of its copy, or -1. `counts`: number of copies for each local
-    expert."""
+        for the order of rows. `pairs`: for each copy of a row, ``row * codes per row + column``, sorted by expert, then
+        by the row's origin. `copies`: for each code, the index of its copy, or -1. `counts`: number of copies for each
+        local expert."""
 
 class DevicePlacement:
     """The tables of an `ExpertPlacement` on a device. Its methods do not wait for the device."""
