@@ -11,20 +11,23 @@
 
 namespace shardwright {
 
-// Return true if the pending reductions of a layout over these mesh dims, or the reduction of a step, are native. An
-// ordered step is never native. For steps that do not reduce, the result has no meaning.
+// Returns true if the pending reductions of a layout over these mesh dims are native: the lowering has reductions, the
+// dtype is a float or an integer other than int16, and no op is bitwise. All of `mesh_dims` must be partial.
 bool reduces_natively(const Layout& layout, MeshDimSet mesh_dims, Lowering lowering);
+// Returns true if the reduction of a step is native. An ordered step is never native. For steps that do not reduce, the
+// result has no meaning.
 bool reduces_natively(const Step& step, Lowering lowering);
 
 // Returns true if a step can be split into rounds (moves/step.h). Local steps and native all-reduces cannot.
 bool can_run_in_rounds(const Step& step, Lowering lowering);
 
 // Returns the number of consecutive collectives in each round of a step: 2 for a composed all-reduce of more than two
-// ranks (reduce chunks, then distribute them), otherwise 1.
+// ranks (reduce chunks, then distribute them), otherwise 1, also for local steps.
 int64_t num_collectives(StepOp op, int64_t group_size, bool native);
 
 // Return the traffic of one rank in a reduction over k ranks that all hold `num_held` elements. In a reduce-scatter,
-// this rank keeps `num_kept` elements. In an all-reduce, `index` is its place among the k ranks, by ascending rank.
+// this rank keeps `num_kept` elements. In an all-reduce, `index` is its place among the k ranks, by ascending rank;
+// a native all-reduce does not read it. All counts are those of one round.
 //
 // Example: 10 elements of 4 bytes over 4 ranks.
 //   native all-reduce     each rank receives and sends 2 x 40 x 3/4 = 60 bytes in 6 messages: a ring
@@ -33,7 +36,7 @@ int64_t num_collectives(StepOp op, int64_t group_size, bool native);
 Traffic reduce_scatter_traffic(int64_t num_held, int64_t num_kept, int64_t k, int64_t item_bytes);
 Traffic all_reduce_traffic(int64_t num_held, int64_t k, int64_t index, int64_t item_bytes, bool native);
 
-// Returns the index of a rank within its group over `mesh_dims`, by ascending rank.
+// Returns the index of the rank at `position` within its group over `mesh_dims`, by ascending rank.
 int64_t index_in_group(const Mesh& mesh, int64_t position, MeshDimSet mesh_dims);
 
 // Returns chunk `index` of the k chunks of a flat range of n elements. Chunks have ceil(n / k) elements; the last ones

@@ -28,14 +28,16 @@ class CornerTraffic {
     int64_t sent = 0;       // indices that the rank holds, summed over the parts after the move that need them
     int64_t receivers = 0;  // parts after the move, of the rank and its peers, with indices that the rank holds
   };
-  // `before` and `after` are numbers of lists of this tensor dim.
+  // Returns the factors of one tensor dim. `before` and `after` are the numbers of its lists. The reference stays valid
+  // as long as the object.
   const Factors& factors(int tensor_dim, int before, int after, MeshDimSet varying, Corner corner);
 
-  // Returns the elements of the tensor that the rank at a corner holds. `lists` has one list for each tensor dim.
+  // Returns the number of elements of the tensor that the rank at a corner holds. `lists` has the number of one list
+  // for each tensor dim.
   int64_t elements(const std::vector<int>& lists, Corner corner);
   // Returns the traffic of the rank at a corner in an exchange with the peers along `varying`. `before` and `after`
-  // have one list for each tensor dim, and `replicas_after` is the number of peers, the rank included, with equal parts
-  // after the move.
+  // have the number of one list for each tensor dim, and `replicas_after` is the number of peers, the rank included,
+  // with equal parts after the move.
   //
   // Example: 8 rows on a=2, b=4 from [S(0), R] to [R, S(0)] over `varying` = {a}. Rank (0, 0) has rows 0 to 3 and needs
   // rows 0 and 1. Its peer (1, 0) has rows 4 to 7 and needs rows 0 and 1, so replicas_after is 2.
@@ -52,11 +54,12 @@ class CornerTraffic {
   };
   static Key key(int tensor_dim, int before, int after, uint32_t varying, Corner corner);
 
-  // Return the factors: from digits if both lists have digits that match, else by comparing the parts.
+  // Return the factors for the rank at `position`. factors_by_digits() needs digits of both lists that match;
+  // factors_by_parts() compares the parts of any two lists.
   Factors factors_by_digits(const Matching& matching, MeshDimSet varying, int64_t position) const;
   Factors factors_by_parts(int64_t n, const std::vector<Cut>& before, const std::vector<Cut>& after, MeshDimSet varying,
                            int64_t position) const;
-  // Returns the number of indices of a tensor dim that the rank at a corner holds.
+  // Returns the number of indices of a tensor dim that the rank at a corner holds. `list` is the number of a list.
   int64_t length(int tensor_dim, int list, Corner corner);
 
   const Layout& layout_;

@@ -1,5 +1,6 @@
-// Numbers the lists of cuts of each tensor dim. Lists that make the same parts share a number if the parts have equal
-// size.
+// Numbers the lists of cuts of each tensor dim. Lists that make the same parts share a number if digits
+// (exchange/digits.h) describe them or if their canonical forms (moves/spans.h) are equal; other lists that make the
+// same parts have different numbers.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +20,7 @@ struct CutList {
   int64_t length = 0;  // indices of the largest part
   bool has_equal_parts = false;
   std::optional<std::vector<Digit>> digits;  // only if parts are equal, and not always then
-  bool first_is_largest = true;              // the rank at first coordinates has the largest part
+  bool first_is_largest = true;              // false: the rank at position 0 may not have the largest part
 };
 
 class CutLists {
@@ -28,8 +29,9 @@ class CutLists {
   explicit CutLists(const Layout& layout)
       : layout_(layout), lists_(layout.ndim()), numbers_(layout.ndim()), corners_(layout.mesh()) {}
 
-  // Returns the number of a list of cuts of a tensor dim, which is added if it is new.
+  // Adds a list of cuts of a tensor dim if it is new, and returns its number. Numbers count from 0.
   int number_of(int tensor_dim, const std::vector<Cut>& cuts);
+  // Returns the list with a number. The reference is valid until number_of() adds a list of this tensor dim.
   const CutList& at(int tensor_dim, int number) const { return lists_[tensor_dim][number]; }
   // Returns the number of lists of a tensor dim.
   size_t size(int tensor_dim) const { return lists_[tensor_dim].size(); }

@@ -9,7 +9,7 @@
 namespace shardwright {
 namespace {
 
-// Maximum number of pieces, over all ranks, that are compared for strided parts without digits.
+// A pair without matching digits takes long if one of its lists has more pieces, over all ranks.
 constexpr int64_t kMaxPiecesCompared = 4096;
 
 }  // namespace

@@ -28,7 +28,7 @@ namespace shardwright {
 //   needed_by_node 8   the ranks of a node need 8 different parts together
 struct ClosedForm {
   bool differs = false;                // some rank has nothing of the part that it needs, because a tie differs
-  bool differs_between_nodes = false;  // as `differs`, with both coordinates on mesh dims between nodes
+  bool differs_between_nodes = false;  // `differs` because of a tie whose two mesh dims are both between nodes
   int64_t shared = 1;                  // indices in both parts of a rank whose coordinates agree on all ties
   int64_t sources = 1;                 // number of parts before that intersect one part after
   int64_t shared_by_node = 1;          // `shared` for the ranks of a node together
@@ -38,15 +38,15 @@ struct ClosedForm {
 struct ListPair {
   // A digit that both lists fix, by different coordinates.
   struct Tie {
-    int mesh_dim;  // fixes the digit after the move
-    int64_t radix;
+    int mesh_dim;   // fixes the digit after the move
+    int64_t radix;  // number of values of the digit
   };
 
   MeshDimSet spanned;                     // the mesh dims that a move must span because of this tensor dim
   bool takes_long = false;                // there are many pieces to compare, and no digits
-  std::optional<bool> subdivides;         // result of ListPairs::subdivides()
-  std::optional<ClosedForm> closed_form;  // only if digits describe both lists, and ties are few
-  SmallVector<Tie> ties;                  // only with a closed form
+  std::optional<bool> subdivides;         // result of ListPairs::subdivides(); nullopt until it is computed
+  std::optional<ClosedForm> closed_form;  // only if both lists have digits that match, and ties are few
+  SmallVector<Tie> ties;                  // complete only with a closed form
 };
 
 // Computes the facts about each pair on first use.
@@ -57,18 +57,18 @@ class ListPairs {
   ListPairs(const Layout& layout, const CutLists& lists, MeshDimSet between_nodes)
       : layout_(layout), lists_(lists), between_nodes_(between_nodes), tables_(layout.ndim()) {}
 
-  // Returns the facts about a pair of lists, given by their numbers.
+  // Returns the facts about a pair of lists, given by their numbers. The reference stays valid as long as the object.
   const ListPair& at(int tensor_dim, int before, int after) {
     const Table& table = tables_[tensor_dim];
     ListPair* known = std::max(before, after) < table.stride ? table.pairs[before * table.stride + after] : nullptr;
     return known ? *known : add(tensor_dim, before, after);
   }
   // Returns true if `after` subdivides the parts of `before`: the ranks that hold one part before hold together exactly
-  // this part after.
+  // this part after. A result of false may be wrong.
   bool subdivides(int tensor_dim, int before, int after);
 
  private:
-  static constexpr size_t kMaxTies = 6;
+  static constexpr size_t kMaxTies = 6;  // maximum number of ties of a pair with a closed form
 
   // The pairs of one tensor dim: pairs[before * stride + after]; null if the pair is not known yet.
   struct Table {
@@ -78,11 +78,11 @@ class ListPairs {
 
   // Computes the facts about a pair that is not in its table, and adds them.
   ListPair& add(int tensor_dim, int before, int after);
-  // Returns the facts about a pair. ListPair::subdivides is set only if digits describe both lists.
+  // Returns the facts about a pair. ListPair::subdivides is set only if both lists have digits that match.
   ListPair compute(int tensor_dim, const CutList& before, const CutList& after) const;
   // Sets the closed form and the ties, unless there are more than kMaxTies.
   void set_closed_form(ListPair& pair, const Matching& matching) const;
-  // Returns the number of pieces, over all ranks, to compare for strided parts; 1 if no cut is strided.
+  // Returns the number of pieces of a list's parts, over all ranks, or 1 if every cut makes runs (CutRule::makes_runs).
   int64_t num_pieces(int64_t n, const CutList& list) const;
 
   const Layout& layout_;

@@ -8,7 +8,8 @@
 namespace shardwright {
 namespace {
 
-// Returns the smallest set in `allowed` (empty: any) that includes `needed`, or with `exactly` equals it.
+// Returns the set in `allowed` with the smallest groups that includes `needed`, or with `exactly` equals it. Returns
+// nullopt if there is none. Returns `needed` if `allowed` is empty, which allows all sets.
 std::optional<MeshDimSet> allowed_span(MeshDimSet needed, const Mesh& mesh, const std::vector<MeshDimSet>& allowed,
                                        bool exactly) {
   if (allowed.empty()) return needed;

@@ -58,15 +58,16 @@ class MoveTable {
   // Returns the move between two states, as move_between() in moves/move.h does for layouts.
   std::optional<Move> move(const State& before, const State& after, const std::vector<MeshDimSet>& allowed);
   // Returns `exchange` with replicas that share the sending (ReplicaPolicy::kWholeMessages), if digits show that its
-  // worst rank then sends less. Otherwise returns nullopt.
+  // worst rank then sends less. The replicas join its group. Returns nullopt otherwise, for other moves, if the group
+  // would have more than MeshExchange::kMaxSharingGroup ranks, or if its mesh dims are not in `allowed` (empty: any).
   std::optional<Move> sending_whole_messages(const State& before, const State& after, const Move& exchange,
                                              const std::vector<MeshDimSet>& allowed);
-  // Returns false if a quick test shows that `move` does not return a slice.
+  // Returns false if a quick test shows that move() does not return a slice. The tensor must have elements.
   bool may_be_slice(const State& before, const State& after) const;
   // Returns the counts of the worst rank in a move.
   StepCounts step_counts(const State& before, const State& after, const Move& move);
-  // Returns lower bounds of an exchange's counts: the counts of the rank at the first coordinates. Returns nullopt if
-  // the exact counts are as quick to compute.
+  // Returns lower bounds of an exchange's counts: the counts of the rank at the first coordinates. Returns nullopt for
+  // other moves, and if the exact counts are as quick to compute.
   std::optional<StepCounts> counts_lower_bound(const State& before, const State& after, const Move& move);
 
   // Lower bounds for every sequence of moves from one state to another, pending reductions included.
@@ -81,6 +82,8 @@ class MoveTable {
     bool needs_other_nodes = false;  // some of these sources are on other nodes
     int64_t from_other_nodes = 0;    // elements that some rank must receive from other nodes
   };
+  // Returns the distance from one state to another. If some pair of lists has no closed form, only `missing_max` and
+  // `sources` are computed; the other bounds keep their defaults.
   Distance distance(const State& before, const State& after);
 
  private:

@@ -42,14 +42,15 @@ struct Plan {
   Segments segments = {};
 };
 
-// Returns true if source and destination are on different meshes. Then one step is a crossing between them.
+// Returns true if source and destination are on different meshes. Then one step is a crossing or a
+// rearrangement between them.
 bool crosses(const Plan& plan);
 
-// Returns source and destination as text: "float32[8, 4] on dp=2 as [S(0)] -> [R]", and the other mesh if there are
-// two.
+// Returns source and destination as text: "float32[8, 4] on dp=2 as [S(0)] -> [R]". If the destination is on another
+// mesh, " on " and this mesh follow.
 std::string ends_of(const Plan& plan);
 
-// Returns the ranks of the meshes of source and destination, ascending.
+// Returns the ranks of the meshes of source and destination, ascending, each once.
 std::vector<Rank> ranks_of(const Plan& plan);
 
 }  // namespace shardwright

@@ -27,7 +27,7 @@ namespace shardwright {
 // the other mesh dims have the first. For up to five mesh dims these are all corners; for more, only the corners with
 // at most one last coordinate, or at most one first coordinate.
 std::vector<MeshDimSet> corners_of(MeshDimSet mesh_dims);
-// Returns the position of a corner.
+// Returns the position of a corner, given as above.
 int64_t corner_position(const Mesh& mesh, MeshDimSet last);
 
 // A rank to examine. On mesh dims whose parts do not descend, it has the coordinates of the position `base`. On other
@@ -44,10 +44,12 @@ struct Corner {
 //   a cuts into 3, 1 and 4 rows      the parts do not descend along a, so all six ranks: (0, 0), (0, 1), ..., (2, 1)
 class Corners {
  public:
+  // The mesh must outlive the object.
   explicit Corners(const Mesh& mesh) : mesh_(mesh) {}
 
   // Adds a list of cuts of n elements. Along mesh dims that cut it into parts that do not descend, all coordinates are
-  // examined; if there are many, only those with the largest and the smallest parts.
+  // examined. If these have more than 64 combinations over all such mesh dims, only the first, the last and those with
+  // the largest and the smallest parts are examined.
   void add(int64_t n, std::span<const Cut> cuts);
 
   // Returns the ranks to examine for a move over these mesh dims. Along mesh dims whose parts do not descend, they
@@ -73,8 +75,8 @@ class Corners {
   std::vector<uint32_t> bases_{0};             // positions with all combinations of the coordinates to examine
 };
 
-// Returns the corners of position 0's group over `mesh_dims`. If there would be more than `max_ranks`, returns the
-// corners over the first mesh dims.
+// Returns the positions of the corners of position 0's group over `mesh_dims`. If there would be more than `max_ranks`,
+// returns those over the first mesh dims.
 std::vector<int64_t> corner_positions(const Mesh& mesh, MeshDimSet mesh_dims, size_t max_ranks);
 
 // Returns true if ranks ascend with positions. Then the members of every group are in the order of their coordinates.
@@ -98,7 +100,7 @@ struct RankSample {
 //   S(0) over a -> S(1) over b, both even: one range on a, one range on b
 class RankClasses {
  public:
-  // Puts all ranks of the mesh into one class.
+  // Puts all ranks of the mesh into one class. The mesh must outlive the object.
   explicit RankClasses(const Mesh& mesh);
 
   // Separates ranks that hold or exchange different amounts in a move between these layouts, which are on the mesh.
@@ -121,7 +123,7 @@ class RankClasses {
   // parts. Example: a cut of [0, 10) into chunks over a=4 makes parts of 3, 3, 3 and 1 indices. Ranges begin at 0 and
   // 3, and the shapes become [0, 3) and [0, 1).
   void split_by_shape(std::vector<IntervalList>& shapes, std::span<const Cut> cuts);
-  // Begins a range of a mesh dim at this coordinate.
+  // Begins a range of a mesh dim at this coordinate. Does nothing for 0 and the size of the mesh dim.
   void split_at(int mesh_dim, int64_t coordinate);
   // Returns the ranks at all combinations of these coordinates, by mesh dim. Weights are right only if the coordinates
   // are the starts of all ranges.

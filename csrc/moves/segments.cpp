@@ -67,7 +67,7 @@ std::vector<int64_t> borders_of(const Plan& plan, int tensor_dim) {
   return fits_limit ? borders : std::vector<int64_t>{};
 }
 
-// Returns the number of indices of a range that are `remainder` modulo `count`: the segment's share of the range.
+// Returns the number of indices of a range that are `remainder` modulo `count`: the share of segment `remainder`.
 int64_t num_in_segment(Interval range, int64_t remainder, int64_t count) {
   // Returns this number for the range from 0 to `end`.
   const auto below = [&](int64_t end) { return end > remainder ? (end - 1 - remainder) / count + 1 : 0; };
@@ -87,7 +87,7 @@ IntervalList indices_of(const std::vector<int64_t>& borders, int64_t segment, in
   return indices;
 }
 
-// Returns the lengths of all parts of a list of n elements. Each part is one run of the list.
+// Returns the lengths of the k parts of a list of n elements, by coordinate. The rule of the cut must make runs.
 std::vector<int64_t> lengths_of_runs(const Cut& cut, int64_t n, int64_t k) {
   std::vector<int64_t> lengths;
   for (int64_t c = 0; c < k; ++c) lengths.push_back(cut.rule.length(n, k, c));

@@ -33,27 +33,29 @@
 
 namespace shardwright {
 
-constexpr int64_t kMaxSegments = 256;
+constexpr int64_t kMaxSegments = 256;  // maximum number of segments of a plan
 
 // Limits of non-uniform segments, each of which has its own program.
 constexpr int64_t kMaxNonUniformSegments = 32;
-constexpr int64_t kMaxBorders = 4096;  // borders of the tensor dim
-constexpr int64_t kMaxRanksInNonUniformSegments = 512;
+constexpr int64_t kMaxBorders = 4096;                   // borders of the tensor dim
+constexpr int64_t kMaxRanksInNonUniformSegments = 512;  // ranks of both meshes
 
-// Returns the length of the cells of a tensor dim, in indices, or 0 if none are known. None are known if some layout of
-// the plan flattens dims, or if some layout has parts of unequal lengths, unless only its last cut makes them unequal
-// and each part is one run of the list that this cut divides.
+// Returns the length of the cells of a tensor dim, in indices, or 0 if the dim is empty or no length is known. A length
+// is known if no layout of the plan flattens dims and, in each layout, digits (exchange/digits.h) describe all cuts of
+// the tensor dim, or all except the last, which then must make runs (CutRule::makes_runs).
 int64_t cell_length(const Plan& plan, int tensor_dim);
 
-// Returns true if a plan can be carried out in these segments. A single segment must have tensor dim 0. More segments
-// require a plan between two meshes, steps that communicate at most once, and segments that are uniform or within the
-// limits above.
+// Returns true if a plan can be carried out in these segments. The segments of the plan itself are ignored. A single
+// segment must have tensor dim 0. More segments, at most kMaxSegments, require a plan between two meshes and segments
+// that are uniform or within the limits above. Each step must be local, or one collective in one round; no step may be
+// a rearrangement.
 bool can_run_in_segments(const Plan& plan, const Segments& segments);
 
 // Returns true if all segments of a plan are uniform.
 bool are_uniform(const Plan& plan);
 
 // Returns the plan of each segment, as plans with one segment. Returns one plan for all segments if they are uniform.
+// can_run_in_segments() must be true for the plan's segments.
 std::vector<Plan> plans_of_segments(const Plan& plan);
 
 // The parts of one tensor dim that the ranks of a layout hold, divided into non-uniform segments. The layout must be

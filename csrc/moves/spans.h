@@ -14,9 +14,10 @@ namespace shardwright {
 // size, the order of the cuts does not change.
 std::vector<Cut> canonical(const Mesh& mesh, int64_t n, std::vector<Cut> cuts);
 
-// Returns true if every rank holds the same elements in the same order in both layouts, which are on one mesh. Compares
-// the canonical lists of cuts. If they differ and have rules other than chunks and strided cuts, compares the parts of
-// up to 2^16 ranks; with more ranks, the result is false even if the parts are equal.
+// Returns true if every rank holds the same elements in the same order in both layouts, which are of one shape on one
+// mesh. Ignores pending reductions. Compares the canonical lists of cuts. If they differ and have rules other than
+// chunks and strided cuts, compares the parts of up to 2^16 ranks. A result of false may be wrong for more ranks, and
+// for chunks and strided cuts into unequal parts; true is always right.
 bool same_parts(const Layout& a, const Layout& b);
 
 // Returns true if each set of ranks with equal coordinates on `kept` together holds the same elements of a tensor dim

@@ -31,7 +31,7 @@ bool is_local(StepOp op);
 // Returns true for kCross and kRearrange, whose steps may involve the ranks of two meshes.
 bool is_cross_or_rearrange(StepOp op);
 
-constexpr int64_t kMaxRounds = int64_t{1} << 20;  // of a step
+constexpr int64_t kMaxRounds = int64_t{1} << 20;  // maximum number of rounds of a step
 
 // One move from `before` to `after`, within groups of ranks that differ only in `mesh_dims`. A crossing leads from one
 // mesh to another and involves the ranks of both; its `mesh_dims` are empty, and ranks that hold the same data always
@@ -52,7 +52,8 @@ struct Step {
   int64_t ranks_per_node = 0;
 };
 
-// Returns the op and the mesh dims, or the other mesh: "all_gather over dp+tp", "cross to stage=2,tp=4".
+// Returns the op and the step's mesh dims: "all_gather over dp+tp". For crossings and rearrangements, returns the op
+// and the mesh after the step: "cross to stage=2,tp=4", or "rearrange on dp=2" if the mesh does not change.
 std::string step_name(const Step& step);
 
 }  // namespace shardwright

@@ -29,8 +29,8 @@ Link link_of(const Step& step, const Topology& topology);
 // are estimates.
 StepCounts step_counts(const Step& step, Lowering lowering);
 
-// Returns the predicted time of a step: that of one round (predicted_picoseconds in cost/cost.h), plus the latency of
-// the collectives of each further round.
+// Return the predicted time of a step: that of one round (predicted_picoseconds in cost/cost.h), plus the latency of
+// the collectives of each further round. `counts` is the result of step_counts(); without it, it is computed.
 int64_t predicted_picoseconds(const Step& step, const StepCounts& counts, const Topology& topology);
 int64_t predicted_picoseconds(const Step& step, Lowering lowering, const Topology& topology);
 // Returns the predicted time of a plan: the sum over its steps, or with segments, the sum over pipeline stages
@@ -46,13 +46,13 @@ int64_t predicted_picoseconds(const Step& step, Lowering lowering, const Topolog
 //   4 segments    (1 + 2) + 3 x (2 + 2) + (1 + 2)       18 us: more latencies
 int64_t predicted_picoseconds(const Plan& plan);
 
-// Returns the segments (moves/segments.h) with which a plan is predicted to be fastest. Returns one segment if that is
-// as fast, or if the meshes have more than kMaxRanksInSegments ranks, because adding up the bytes of all ranks takes
-// long.
+// Returns the segments (moves/segments.h) with which a plan of one segment is predicted to be fastest. Returns one
+// segment if that is as fast, or if the meshes have more than kMaxRanksInSegments ranks, because adding up the bytes of
+// all ranks takes long. Non-uniform segments must save more than 2% of the time, because each has its own program.
 constexpr int64_t kMaxRanksInSegments = 4096;
 Segments best_segments(const Plan& plan);
 
-// The best segments and their predicted time, up to rounding.
+// The result of best_segments(), and the predicted time of the plan in these segments, up to rounding.
 struct TimedSegments {
   Segments segments;
   int64_t picoseconds = 0;

@@ -10,10 +10,12 @@
 
 namespace shardwright {
 
-// Returns the exchange of a step that does not reduce. The step must outlive the exchange.
+// Returns the exchange of a step; in that of a local step, no rank sends anything. Throws InvariantError if the step
+// reduces. The step must outlive the exchange.
 std::unique_ptr<const Exchange> exchange_of(const Step& step);
 
-// Returns the exchange of a step that leads to another mesh.
+// Returns the exchange of a crossing. Throws InvariantError if the policy of the step is kAligned, or if a layout has
+// pending reductions.
 GridExchange crossing_of(const Step& step);
 
 // Returns the exchange within the groups of a step on one mesh. For a reduction, it has the parts that ranks hold

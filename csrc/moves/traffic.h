@@ -18,6 +18,7 @@ namespace shardwright {
 // The traffic of a step on one mesh, by position. Reductions are included; crossings and rearrangements are not.
 class MeshStepTraffic {
  public:
+  // The step must outlive the object.
   MeshStepTraffic(const Step& step, Lowering lowering);
   // Returns the traffic of the rank at a position, in all rounds.
   Traffic at(int64_t position) const;
@@ -36,6 +37,7 @@ class MeshStepTraffic {
 // The traffic of any step, by rank.
 class StepTraffic {
  public:
+  // The step must outlive the object.
   StepTraffic(const Step& step, Lowering lowering);
   // Returns the traffic of a rank in all rounds. It is zero if the rank is not on the step's meshes.
   Traffic at(Rank rank) const;
@@ -53,8 +55,8 @@ class StepTraffic {
 Traffic traffic_at(const Step& step, Lowering lowering, Rank rank);
 Traffic traffic_at(const Plan& plan, Rank rank);
 
-// Returns true if some rank sends something: always if the step is not local, except for a crossing between ranks that
-// already hold what they need.
+// Returns true if some rank sends something: always if the step is not local, except for a crossing or rearrangement
+// in which every rank already holds what it needs.
 bool communicates(const Step& step);
 
 // The traffic of a step or a plan over all ranks. `_max` is the largest count of a rank, `_sum` the sum over ranks. The
@@ -100,8 +102,9 @@ TrafficTotals totals(const Step& step, Lowering lowering);
 TrafficTotals totals(const Plan& plan);
 
 // Lower bounds on the bytes received, for any plan. Without P, a rank must receive the elements that it needs and does
-// not hold. With P, each element takes at least (contributions - 1) + (destination replicas - 1) transfers over all
-// ranks, and bytes_max is the mean of that over ranks. For two meshes, see exchange/bounds.h.
+// not hold. The bounds are 0 if a mesh dim that cuts the source becomes P and no P is reduced. With P, each element
+// takes at least (contributions - 1) + (destination replicas - 1) transfers over all ranks, and bytes_max is the mean
+// of that over ranks. For two meshes, see exchange/bounds.h.
 //
 // Example: 8 rows over 4 ranks.
 //   S(0) -> R     each rank lacks 6 of 8 rows: bytes_max is the size of 6 rows, bytes_sum of 24
@@ -111,6 +114,7 @@ struct Bound {
   int64_t bytes_sum = 0;  // by all ranks
 };
 
+// Returns the bounds for plans from `src` to `dst`.
 Bound lower_bound(const Layout& src, const Layout& dst);
 
 }  // namespace shardwright
