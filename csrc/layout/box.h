@@ -8,7 +8,7 @@
 
 namespace shardwright {
 
-// Offsets and strides are in elements. Dims are listed outermost first.
+// Offsets and strides are in elements. Dims are listed outermost first. A box without dims has one element.
 struct Box {
   int64_t src_offset = 0;
   int64_t dst_offset = 0;
@@ -28,8 +28,8 @@ struct Box {
   void simplify();
 };
 
-// Returns the length of the memory range from the first element to the last, in elements, or 0 if there is no element.
-// Strides must not be negative.
+// Returns the length of the memory range from the first element to the last, in elements: 0 if there is no element, 1
+// without dims. Strides must not be negative.
 int64_t extent_of(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides);
 
 // Returns the strides of a dense row-major array, in elements.

@@ -33,10 +33,12 @@ class CutRule {
   // With a split factor f > 1, DTensor's _StridedShard: chunk into f pieces, chunk each piece into k, and take one
   // chunk of every piece.
   //     8 elements, k = 2, f = 2: [0,2)[4,6)  [2,4)[6,8)
-  // The constructor is implicit, so that Cut{mesh_dim, 2} has a strided rule.
+  // The constructor is implicit, so that Cut{mesh_dim, 2} has a strided rule. The factor must be at least 1; only
+  // Layout checks it.
   CutRule(int64_t split_factor = 1) : parameter_(split_factor) {}
 
-  // The functions below make the other rules. They throw UserError if a number is out of range.
+  // The functions below make the other rules. They throw UserError if a number is out of range, or if there are no
+  // sizes or no lists. Whether the rule fits a list is checked later, by why_not().
   //
   // Coordinate c gets the next sizes[c] elements. `sizes` has one entry per coordinate and sums to n.
   static CutRule ragged(const std::vector<int64_t>& sizes);
@@ -50,7 +52,8 @@ class CutRule {
   // coordinate c gets chunk c of each. With a unit, chunks are of whole units, as in `blocks`.
   static CutRule packed(const std::vector<int64_t>& sizes, int64_t unit = 1);
   // Coordinate c gets the intervals lists[c], in this order. n is the largest end. Every position must be in some list,
-  // and may be in the lists of several coordinates. Empty intervals are dropped.
+  // and may be in the lists of several coordinates, but only once in each list; otherwise throws UserError. Empty
+  // intervals are dropped.
   static CutRule pieces(const std::vector<std::vector<Interval>>& lists);
 
   static constexpr int64_t kMaxBlock = int64_t{1} << 31;  // elements of a block or unit
@@ -60,7 +63,7 @@ class CutRule {
   bool is_chunks() const { return is_strided_or_chunks() && parameter_ == 1; }
   // True if each position goes to exactly one coordinate, and parts ascend.
   bool is_partition() const { return kind_ != Kind::kPieces || pieces_->is_partition; }
-  // Returns the split factor of a strided cut, 1 for chunks. Other rules have no split factor.
+  // Returns the split factor of a strided cut, 1 for chunks. For other rules, the result has no meaning.
   int64_t split_factor() const { return parameter_; }
 
   // Returns the reason if the rule cannot cut a list of n elements over k coordinates, else an empty string. A reason
@@ -83,8 +86,8 @@ class CutRule {
 
   // ---- The parts of all coordinates
 
-  // True only if all parts have the same length. The pieces of a strided rule and the components of a packed rule must
-  // be cut evenly too.
+  // True only if all parts have the same length. The result may be false although they have, if the pieces of a strided
+  // rule or the components of a packed rule are not cut evenly.
   bool cuts_evenly(int64_t n, int64_t k) const {
     return is_strided_or_chunks() ? n % (parameter_ * k) == 0 : cuts_evenly_otherwise(n, k);
   }
@@ -99,8 +102,8 @@ class CutRule {
   bool makes_runs() const {
     return is_chunks() || kind_ == Kind::kRagged || kind_ == Kind::kBlocks || kind_ == Kind::kOwned;
   }
-  // Returns a range of coordinates. It contains every coordinate whose part has a position in `range`, which must not
-  // be empty.
+  // Returns a range of coordinates that contains every coordinate whose part has a position in `range`, and perhaps
+  // more. `range` must not be empty.
   Interval coordinates_of(Interval range, int64_t n, int64_t k) const;
   // Returns 0 and each coordinate whose part is not a shifted copy of the previous coordinate's part.
   std::vector<int64_t> starts_of_like_parts(int64_t n, int64_t k) const;
@@ -108,7 +111,8 @@ class CutRule {
   // ---- Composition with other cuts
 
   // Returns the split factor of the strided cut that makes the same parts as this rule. Returns nullopt if parts differ
-  // in length or there is no such cut. Digits (exchange/digits.h) and canonical forms are made from it.
+  // in length, if the rule is not a partition, or if there is no such cut. Digits (exchange/digits.h) and canonical
+  // forms are made from it.
   std::optional<int64_t> equal_split_factor(int64_t n, int64_t k) const;
   // Returns the rule that this cut needs after the previous cut (`earlier`, over k coordinates) is gathered, so that a
   // coordinate of this cut has the same elements as before on all k coordinates together. Returns nullopt if there is

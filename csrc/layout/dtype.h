@@ -13,7 +13,7 @@ enum class DTypeKind {
   kInteger,
   kFloat,
   kComplex,
-  kOpaque,  // can be moved, cannot be reduced (float8 and other packed formats)
+  kOpaque,  // can be moved, cannot be reduced: float8, complex32, and unsigned integers of 16 bits or more
 };
 
 class DType {

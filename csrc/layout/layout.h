@@ -61,10 +61,12 @@ class Layout {
   static constexpr int64_t kMaxBytesOnAllRanks = int64_t{1} << 57;
   static constexpr int64_t kMaxSplitFactor = int64_t{1} << 20;  // so that the pieces of a part fit into memory
 
-  // Negative tensor dims count from the end. An empty shard_order, or a missing entry, means mesh order. Entries may
-  // leave out mesh dims of size 1.
-  // Throws UserError that names the argument: placements (wrong number, tensor dim out of range, reductions that
-  // cannot be combined, a dtype that cannot be reduced), shape, flattened or shard_order.
+  // `placements` has one item per mesh dim. Negative tensor dims count from the end. An empty shard_order, or a missing
+  // entry, means mesh order. Entries may leave out mesh dims of size 1. If a shard_order is given, SS(d, f) is literal,
+  // whatever `strided` is.
+  // Throws UserError that names the argument: placements (wrong number, tensor dim out of range, a rule that cannot cut
+  // its list, split factors that encode no order with kOrder, reductions that cannot be combined, a dtype that cannot
+  // be reduced), shape, flattened or shard_order.
   //
   // The first `flattened` tensor dims are flattened into one, row-major, in shape() and in local tensors. Tensor dims
   // are then numbered in the flattened shape. So a cut may end in the middle of a row:
@@ -101,7 +103,7 @@ class Layout {
   // True only if every cut divides evenly, so that all local tensors have the same shape. False if restricted.
   bool has_equal_parts() const;
   std::vector<int64_t> local_shape(int64_t position) const { return shape_of(region(position)); }
-  // Returns the position of a rank with a largest local tensor.
+  // Returns the position of a rank whose local tensor is at least as large as any other.
   int64_t largest_position() const;
   int64_t largest_part_elements() const { return shardwright::num_elements(region(largest_position())); }
   int64_t largest_part_bytes() const { return largest_part_elements() * dtype_.size_bytes(); }
@@ -109,12 +111,14 @@ class Layout {
   std::vector<int64_t> local_shape_of_rank(Rank rank) const;
 
   // Returns a layout of the same tensor and mesh with these cuts, by tensor dim, and with the pending reductions in
-  // `partials`, which has one placement per mesh dim. A mesh dim may have at most one cut or reduction.
+  // `partials`, which has one placement per mesh dim; those that are not P are ignored. Throws InvariantError if a mesh
+  // dim has two cuts, or a cut and a reduction. Does not check that the rules can cut their lists (CutRule::why_not).
   Layout with(std::vector<std::vector<Cut>> cuts, const std::vector<Placement>& partials) const;
 
-  // Returns this layout restricted to these indices of a tensor dim, in ascending order. Each rank keeps the elements
-  // of its part with these indices; regions and local shapes are those of the kept elements. Indices, shape() and
-  // cuts() stay those of the full tensor, so lengths of parts cannot be derived from the cuts.
+  // Returns this layout restricted to these indices of a tensor dim, in ascending order. Throws InvariantError if this
+  // layout is restricted or is not a partition. Each rank keeps the elements of its part with these indices; regions
+  // and local shapes are those of the kept elements. Indices, shape() and cuts() stay those of the full tensor, so
+  // lengths of parts cannot be derived from the cuts.
   Layout restricted_to(int tensor_dim, IntervalList indices) const;
   bool is_restricted() const { return indices_ != nullptr; }
   // Returns those indices of `list` that the restriction keeps, or all if the layout or `tensor_dim` is not restricted.
@@ -125,7 +129,8 @@ class Layout {
   // Returns "float32[64, 64] on dp=2,tp=4 as [S(0), R]".
   std::string to_string() const;
 
-  // True if mesh, tensor, cuts in order and pending reductions are equal. Then every rank holds the same elements.
+  // True if mesh, shape, flattening, dtype, cuts in order, pending reductions and restriction are equal. Then every
+  // rank holds the same elements. If false, ranks may still hold the same elements (same_parts in moves/spans.h).
   bool operator==(const Layout& other) const;
   size_t hash() const;
 

@@ -17,7 +17,7 @@
 
 namespace shardwright {
 
-// A set of mesh dims, bit i for mesh dim i.
+// A set of mesh dims, bit i for mesh dim i. Mesh dims must be in [0, kMaxDims).
 class MeshDimSet {
  public:
   static constexpr int kMaxDims = 32;
@@ -51,9 +51,10 @@ class Mesh {
   // Maximum number of ranks. At this size, a plan, its certificate and a rank's program take a few seconds and a GiB.
   static constexpr int64_t kMaxSize = int64_t{1} << 20;
 
-  // `ranks` are in row-major order, one per position, distinct and not negative; empty means 0, 1, 2, ...
-  // Throws UserError if names repeat, are empty or not UTF-8, if sizes are below 1, if there are more than kMaxSize
-  // ranks, or if the number of `ranks` is wrong.
+  // `ranks` are in row-major order, one per position, distinct and not negative; empty means 0, 1, 2, ... Throws
+  // UserError if they are not, if there are no dims or more than MeshDimSet::kMaxDims, if the number of names differs
+  // from that of sizes, if names repeat, are empty or not UTF-8, if sizes are below 1, or if there are more than
+  // kMaxSize ranks.
   Mesh(std::vector<std::string> dim_names, std::vector<int64_t> dim_sizes, const std::vector<int64_t>& ranks = {},
        std::shared_ptr<const Topology> topology = nullptr);
 
@@ -62,7 +63,8 @@ class Mesh {
   int64_t dim_size(int mesh_dim) const { return dim_sizes_[mesh_dim]; }
   const std::vector<int64_t>& dim_sizes() const { return dim_sizes_; }
   const std::vector<std::string>& dim_names() const { return dim_names_; }
-  // Returns the number of ranks in a group over these mesh dims: the product of their sizes.
+  // Returns the number of ranks in a group over these mesh dims: the product of their sizes, 1 for no mesh dims.
+  // Ignores mesh dims that the mesh lacks.
   int64_t group_size(MeshDimSet mesh_dims) const;
 
   Rank rank_at(Position position) const { return ranks_.empty() ? Rank{position} : ranks_[position]; }
@@ -89,7 +91,7 @@ class Mesh {
   int64_t stride(int mesh_dim) const { return strides_[mesh_dim]; }
 
   // Returns the positions that differ from `position` only in `mesh_dims`, including itself, by ascending rank. All
-  // process groups of this library have their members in this order.
+  // process groups of this library have their members in this order. Ignores mesh dims that the mesh lacks.
   std::vector<int64_t> group(int64_t position, MeshDimSet mesh_dims) const;
 
   // The links between the ranks if the user gave them, else null. Geometry ignores the topology: layouts that differ
@@ -99,10 +101,10 @@ class Mesh {
 
   // Returns "dp=2,tp=4".
   std::string to_string() const;
-  // Returns the names joined by '+' in mesh order: "dp+tp".
+  // Returns the names joined by '+' in mesh order: "dp+tp"; "" for no mesh dims.
   std::string names_of(MeshDimSet mesh_dims) const;
 
-  // True if names, sizes and ranks are equal.
+  // True if names, sizes and ranks are equal. Ignores the topology.
   bool operator==(const Mesh& other) const;
 
  private:

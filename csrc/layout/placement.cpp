@@ -45,7 +45,9 @@ std::string without_spaces_at_ends(const std::string& text) {
   throw UserError(concat("placements must be ", kAllowedForms, ", got '", text, "'"));
 }
 
-// In the parsers below, `placement` is the text of the placement, for errors.
+// The parsers below throw UserError on any other text. `placement` is the text of the placement, for errors.
+
+// Parses an integer of 64 bits, with or without spaces at its ends.
 int64_t parse_integer(const std::string& digits, const std::string& placement) {
   const std::string trimmed = without_spaces_at_ends(digits);
   int64_t value = 0;

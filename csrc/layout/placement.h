@@ -58,15 +58,16 @@ struct Placement {
   bool is_plain_shard() const { return is_shard_like() && kind != PlacementKind::kShardByRule; }
   bool is_partial() const { return kind == PlacementKind::kPartial; }
 
-  // Reads one placement as spelled above or as torch prints it. Throws UserError that names the text and the allowed
-  // forms.
+  // Reads one placement as spelled above or as torch prints it. "Owned(c)" is Owned(0,c). Throws UserError that names
+  // the text and the allowed forms, or the number that is out of range for the rule.
   static Placement parse(const std::string& text);
   std::string to_string() const;  // as spelled above
 
   bool operator==(const Placement& other) const = default;
 };
 
-// Splits "S(0),R,SS(1,2)" at the commas outside parentheses and parses each part.
+// Splits "S(0),R,SS(1,2)" at the commas outside parentheses and parses each part. Throws UserError as
+// Placement::parse() does, also if the text or a part is empty.
 std::vector<Placement> parse_placements(const std::string& text);
 
 // Returns an error text that names the allowed dtypes if elements of `dtype` cannot be reduced with `op`, else an empty

@@ -33,7 +33,7 @@ struct Interval {
   Interval shifted(int64_t by) const { return {begin + by, end + by}; }
 };
 
-// Blocks with repetitions ascend.
+// The items of a block with repetitions (RepeatingList::Block) must ascend, across repetitions too.
 using IntervalList = RepeatingList<Interval>;
 // True if both lists have the same indices in the same order, whichever repetitions they store.
 bool operator==(const IntervalList& a, const IntervalList& b);
@@ -41,21 +41,22 @@ bool operator==(const IntervalList& a, const IntervalList& b);
 // One list per tensor dim. The part of a rank is the product of the lists.
 using Region = std::vector<IntervalList>;
 
-// Appends an interval, none of whose indices may be in the list. Does nothing if the interval is empty.
+// Appends an interval. The list must not have any of its indices. Does nothing if the interval is empty.
 inline void append(IntervalList& list, Interval interval) {
   if (interval.begin < interval.end) list.append(interval);
 }
 
-// Appends `count` intervals, each of which begins `period` after the one before it.
+// Appends `count` intervals, each of which begins `period` after the one before it. Does nothing if the interval is
+// empty or `count` is 0.
 inline void append_repeated(IntervalList& list, Interval interval, int64_t period, int64_t count) {
   if (interval.begin < interval.end) list.append_repeated({&interval, 1}, period, count);
 }
 
 int64_t length(const IntervalList& list);             // the number of indices
-int64_t num_elements(const Region& region);           // the product of the lengths
+int64_t num_elements(const Region& region);           // the product of the lengths; 1 without dims
 std::vector<int64_t> shape_of(const Region& region);  // the lengths: the shape of the local tensor
 
-// Returns the indices at local positions [begin, end) of the list.
+// Returns the indices at local positions [begin, end) of the list. Positions that the list lacks are ignored.
 IntervalList subrange(const IntervalList& list, int64_t begin, int64_t end);
 // Returns the indices of `list` at the local positions `positions`, which ascend.
 IntervalList at_positions(const IntervalList& list, const IntervalList& positions);
@@ -70,7 +71,7 @@ std::vector<Interval> sorted_by_begin(const IntervalList& list);
 
 // Returns the list with `by` added to every index.
 IntervalList shifted(const IntervalList& list, int64_t by);
-// Shifts the list so that it begins at 0. Lists that differ only by a shift become equal.
+// Returns the list, shifted so that its first interval begins at 0. Lists that differ only by a shift become equal.
 IntervalList moved_to_zero(const IntervalList& list);
 
 // A run of indices that two lists a and b share, as its length and its first local position in each list.
@@ -101,11 +102,11 @@ using PieceList = RepeatingList<Piece>;
 // Returns the indices that two ascending lists share.
 IntervalList shared_indices(const IntervalList& a, const IntervalList& b);
 
-// Returns the shared runs in the order of b. Runs that are adjacent in both lists are merged. Sender and receiver
-// compute the same runs in the same order, so a packed message has the same meaning on both sides.
+// Returns the runs of indices that two lists share, in the order of b. Runs that are adjacent in both lists are merged.
+// Sender and receiver compute the same runs in the same order, so a packed message has the same meaning on both sides.
 PieceList intersect(const IntervalList& a, const IntervalList& b);
-// Returns the shared runs of the indices in `only`, an ascending list whose indices are all in a and in b. If a or b
-// does not ascend, the time is proportional to the number of all intervals.
+// Returns the runs of the indices in `only`, in the order of b. `only` is an ascending list whose indices are all in a
+// and in b. If a or b does not ascend, the time is proportional to the number of all intervals.
 PieceList intersect(const IntervalList& a, const IntervalList& b, const IntervalList& only);
 
 int64_t length(const PieceList& pieces);  // the number of shared indices
@@ -113,17 +114,18 @@ int64_t length(const PieceList& pieces);  // the number of shared indices
 // needed.
 PieceList subrange(const PieceList& pieces, int64_t begin, int64_t end);
 
-// A summary of intersect(a, b).
+// A summary of intersect(a, b); all numbers are 0 if the lists share nothing.
 struct SharedRuns {
   int64_t length = 0;      // shared indices
   int64_t runs = 0;        // pieces
   int64_t a_position = 0;  // local position of the first piece in a
   int64_t b_position = 0;  // local position of the first piece in b
 };
+// Returns the summary of intersect(a, b).
 SharedRuns shared_runs(const IntervalList& a, const IntervalList& b);
 // Returns the number of indices that two lists share.
 int64_t intersection_length(const IntervalList& a, const IntervalList& b);
-// Returns the number of elements that two regions share.
+// Returns the number of elements that two regions of one tensor share.
 int64_t shared_elements(const Region& a, const Region& b);
 
 }  // namespace shardwright

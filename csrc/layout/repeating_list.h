@@ -4,12 +4,13 @@
 // An item is a run of consecutive numbers. Repetitions of an item differ by a multiple of a Shift.
 //
 //   struct Item {
-//     using Shift = ...;                             // may be multiplied by an integer
+//     using Shift = ...;                             // may be multiplied by an integer, and compared by ==
 //     int64_t extent() const;                        // the length of the run
 //     bool is_followed_by(const Item& next) const;   // true if `next` continues this item: both can be merged
 //     void lengthen(int64_t by);                     // moves the end of the run
 //     Item part(int64_t from, int64_t to) const;     // the part of the run at [from, to)
 //     Item shifted(const Shift& by) const;
+//     bool operator==(const Item&) const;
 //   };
 //
 // Invariants:
@@ -54,25 +55,27 @@ class RepeatingList {
     }
   }
 
-  // Appends an item. Lengthens the last item instead if `item` continues it.
+  // Appends an item, whose extent must not be 0. Lengthens the last item instead if `item` continues it.
   void append(const Item& item);
-  // Appends a sequence of items `count` times, each time shifted by `shift` more.
+  // Appends a sequence of items `count` times, each time shifted by `shift` more; the first time, it is not shifted.
+  // Does nothing if `count` is 0.
   void append_repeated(std::span<const Item> sequence, const Shift& shift, int64_t count);
   void append(const Block& block) { append_repeated(block.items, block.shift, block.count); }
   void clear() { *this = {}; }
 
   bool empty() const { return stored_.empty(); }
   bool has_repeats() const { return !repeats_.empty(); }
-  // Returns the number of items.
+  // Returns the number of items, repetitions included.
   size_t size() const;
+  // The list must not be empty.
   Item front() const { return stored_.front(); }
   Item back() const;
-  // Time: O(blocks with repetitions).
+  // Returns item i, which must exist. Time: O(blocks with repetitions).
   Item operator[](size_t i) const;
 
   // Returns the sum of the items' extents.
   int64_t extent() const;
-  // Returns the part [begin, end) of the concatenated items, in units of extent().
+  // Returns the part [begin, end) of the concatenated items, in units of extent(). Clips it to [0, extent()).
   RepeatingList part(int64_t begin, int64_t end) const;
 
   // Returns the stored items. These are all items if has_repeats() is false.

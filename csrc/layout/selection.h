@@ -32,11 +32,13 @@ struct LocalAxis {
 // One side of a copy of a selection: the memory that it reads or writes.
 class CopySide {
  public:
-  // A packed message.
+  // A packed message that begins `offset` elements into its memory.
   static CopySide packed(int64_t offset = 0) { return {nullptr, nullptr, offset, true}; }
-  // The local tensor, row-major: the sender's for a source, the receiver's for a destination.
+  // The row-major local tensor: the sender's for a source, the receiver's for a destination. It begins `offset`
+  // elements into its memory.
   static CopySide local(int64_t offset = 0) { return {nullptr, nullptr, offset, false}; }
-  // The local tensor with any strides. `axes` and `strides` must outlive the side.
+  // The local tensor with any strides. `axes` has one item per dim of the regions, and `strides` one per dim of the
+  // local tensor, in elements. Both must outlive the side.
   static CopySide strided(const std::vector<LocalAxis>& axes, const std::vector<int64_t>& strides) {
     return {&axes, &strides, 0, false};
   }
@@ -62,18 +64,18 @@ class Selection {
 
   int64_t count() const { return count_; }
 
-  // Returns the elements [begin, end) of this selection, in order.
+  // Returns the elements [begin, end) of this selection, in order. The range must be within [0, count()].
   Selection slice(int64_t begin, int64_t end) const;
-  // Appends the elements of another selection of the same tensors.
+  // Appends the elements of another selection of the same two local tensors.
   void append(Selection other);
 
   // Returns boxes that copy the elements, in order. Pieces at equal distances share a box. At most one side may be
   // packed.
   std::vector<Box> boxes(const CopySide& from, const CopySide& to) const;
 
-  // Return the offset in the row-major local tensor if all elements are one run there, in order, else -1. Return -1
-  // also for one run that consists of several pieces: elements that are adjacent in this local tensor, but not in the
-  // other one.
+  // Return the offset in the row-major local tensor if all elements are one run there, in order. Return -1 otherwise,
+  // if there are no elements, and for one run that consists of several pieces: elements that are adjacent in this local
+  // tensor, but not in the other one.
   int64_t contiguous_in_sender() const { return contiguous(&Selection::sender_run); }
   int64_t contiguous_in_receiver() const { return contiguous(&Selection::receiver_run); }
 
