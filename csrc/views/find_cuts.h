@@ -16,7 +16,7 @@ namespace shardwright {
 
 // The elements of a group of dims that each rank holds, as indices into the flattened group.
 struct Holdings {
-  const Mesh& mesh;
+  const Mesh& mesh;            // must outlive the object
   std::vector<int> mesh_dims;  // the mesh dims that cut the group
   // One position per combination of coordinates on mesh_dims, row-major. Coordinates on other mesh dims are 0.
   std::vector<int64_t> positions;
@@ -25,8 +25,8 @@ struct Holdings {
 
 constexpr int64_t kMaxIntervalsCompared = int64_t{1} << 22;  // limit for all lists of Holdings together
 
-// Returns the holdings of a group with these sizes of dims and these cuts of each dim, or nullopt if they take more
-// than kMaxIntervalsCompared intervals.
+// Returns the holdings of a group with these sizes of dims and these cuts of each dim. Returns nullopt if they take
+// more than kMaxIntervalsCompared intervals. The mesh must outlive the result.
 std::optional<Holdings> holdings_of(const Mesh& mesh, const std::vector<int64_t>& dims,
                                     const std::vector<std::vector<Cut>>& cuts);
 
@@ -37,9 +37,9 @@ struct NoFit {
 };
 
 // Returns cuts of each of `dims` that give every rank exactly its elements in `holdings`, in their order, or the reason
-// why there are none. Tries all assignments of mesh dims to dims, all orders of the mesh dims that cut one dim, and all
-// rules (layout/cut_rule.h), chunks and strided rules first. A rule that is not a partition is found only if it is the
-// only cut of its dim.
+// why there are none. Tries all assignments of mesh dims to dims, all orders of the mesh dims that cut one dim, at most
+// six of them, and all rules (layout/cut_rule.h), chunks and strided rules first. If `dims` is empty, there are none. A
+// rule that is not a partition is found only if it is the only cut of its dim.
 //
 // Example: dims (5, 4) on a=2, the first cut into chunks. Rank 0 holds the elements [0, 12) and rank 1 [12, 20).
 //   dims (20)      a cuts the dim into blocks of 4

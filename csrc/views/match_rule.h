@@ -15,8 +15,9 @@ struct Division {
   std::vector<IntervalList> parts;  // the local positions that each coordinate gets
 };
 
-// Returns one rule that makes all of these divisions, or nullopt if none of the candidates does. The divisions have
-// equally many parts. Tries chunks first, then strided cuts, because DTensor has both. Tries pieces last.
+// Returns one rule that makes all of these divisions, or nullopt if none of the candidates does. There must be at least
+// one division, and all must have equally many parts. Tries chunks first, then strided cuts, because DTensor has both.
+// Tries pieces last.
 //
 // Examples, each with two coordinates:
 //   5 elements into [0, 3) [3, 5), and 3 elements into [0, 2) [2, 3)   chunks

@@ -30,12 +30,13 @@ struct MoveFirst {
 enum class ViewsFor : uint8_t { kAnyone, kDTensor };
 
 // Returns the plan with the least predicted time from `layout` to a destination that has a view of this shape, and the
-// view. Ties are broken by fewer bytes received, then by smaller parts. `why` is the reason why `layout` has no view.
+// view. The first `flattened` dims of the shape are flattened in the view; kDTensor ignores the number. Ties are broken
+// by fewer bytes received, then by smaller parts. `why` is the reason why `layout` has no view.
 //
 // In a destination, each mesh dim of why.mesh_dims cuts one tensor dim into chunks or replicates. All other mesh dims
 // cut as in `layout`. If no such destination has a view, because another group of dims (views/view.h) prevents it too,
 // the search is repeated with all mesh dims that cut in place of why.mesh_dims. It then finds a plan, because a
-// destination without cuts has a view of any shape.
+// destination without cuts has a view of any shape. Throws UserError if view_of() (views/view.h) does.
 //
 // A cut by a changed mesh dim is not tried if it prevents the view even with all other changed mesh dims replicated.
 // Destinations are tried in the order of a lower bound on the time of any plan to them, until the bound exceeds the

@@ -28,9 +28,10 @@ struct NoView {
   std::optional<Layout> on_parts = std::nullopt;  // the view, if there is one that DTensor cannot express
 };
 
-// Returns the layout of shape `shape` that has the same elements at the same local positions on every rank. It flattens
-// the first `flattened` dims. Local tensors get the shape of its parts. Pending reductions stay. Its mesh is that of
-// `layout`, or a mesh on which mesh dims that would cut two tensor dims are split (search/split.h).
+// Returns the layout of shape `shape` that has the same elements at the same local positions on every rank, or the
+// reason why there is none. It flattens the first `flattened` dims; 1 flattens none. Local tensors get the shape of its
+// parts. Pending reductions stay. Its mesh is that of `layout`, or a mesh on which mesh dims that would cut two tensor
+// dims are split (search/split.h).
 //
 // If several layouts give these parts, cuts that DTensor can express are preferred, and even cuts are in mesh order.
 //
@@ -42,15 +43,18 @@ std::variant<Layout, NoView> view_of(const Layout& layout, const std::vector<int
 // dims.
 bool is_known_to_dtensor(const Layout& layout);
 
-// Like view_of, but returns only views on the mesh of `layout` that DTensor can express.
+// Like view_of, but returns only views on the mesh of `layout` that DTensor can express. If there is another view, it
+// is NoView::on_parts.
 std::variant<Layout, NoView> dtensor_view_of(const Layout& layout, const std::vector<int64_t>& shape);
 
-// Replaces a -1 among the sizes by the size that the layout's number of elements determines. Throws UserError if
-// several sizes are -1, or if no size fits.
+// Returns the shape with a -1 among its sizes replaced by the size that the layout's number of elements determines.
+// Throws UserError if several sizes are -1, if another size is below 1, or if no size fits. Returns a shape without -1
+// unchanged and unchecked.
 std::vector<int64_t> inferred_shape(const Layout& layout, std::vector<int64_t> shape);
 
-// Returns the layout of the tensor with its dims in another order: dim i of the result is dim dims[i]. Local tensors
-// are permuted in the same way. Throws UserError if `dims` is not a permutation, or if it moves flattened dims.
+// Returns the layout of the tensor with its dims in another order: dim i of the result is dim dims[i]. Negative
+// `dims` count from the end. Local tensors are permuted in the same way. Throws UserError if `dims` is not a
+// permutation, or if it moves flattened dims.
 Layout permuted(const Layout& layout, const std::vector<int64_t>& dims);
 
 }  // namespace shardwright
