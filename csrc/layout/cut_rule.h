@@ -156,7 +156,7 @@ class CutRule {
   int64_t chunk_length(int64_t n, int64_t k) const;
   // Returns the elements of coordinate i (ragged) or of component i (packed).
   Interval component(size_t i) const { return {i == 0 ? 0 : (*ends_)[i - 1], (*ends_)[i]}; }
-  // Returns the number of elements of each coordinate (ragged, pieces) or component (packed).
+  // Returns the number of elements of each coordinate (ragged, pieces) or component (packed). Only for these rules.
   std::vector<int64_t> sizes() const;
 
   Kind kind_ = Kind::kStrided;

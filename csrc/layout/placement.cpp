@@ -12,6 +12,7 @@
 namespace shardwright {
 namespace {
 
+// Indexed by ReduceOp.
 constexpr std::array<const char*, 9> kOpNames{"sum", "avg", "min", "max", "product", "band", "bor", "bxor", "norm"};
 constexpr const char* kAllowedForms =
     "one of R, S(dim), SS(dim,split_factor), P, P(op) (op: sum, avg, min, max, product, band, bor, bxor or 'norm p'), "

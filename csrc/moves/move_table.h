@@ -33,10 +33,10 @@ class MoveTable {
   MoveTable(const Layout& layout, Lowering lowering, bool ordered = false, MeshDimSet between_nodes = {});
 
   struct State {
-    std::vector<int> lists;  // the number of the list of each tensor dim
-    MeshDimSet cut_dims;
-    MeshDimSet partial_dims;
-    int64_t elements = 0;  // elements of the largest part
+    std::vector<int> lists;   // the number of the list of each tensor dim
+    MeshDimSet cut_dims;      // the mesh dims that cut in these lists
+    MeshDimSet partial_dims;  // the mesh dims with a pending reduction
+    int64_t elements = 0;     // number of elements of the largest part
     bool operator==(const State& other) const { return lists == other.lists && partial_dims == other.partial_dims; }
   };
 

@@ -55,7 +55,7 @@ class Corners {
   // Returns the ranks to examine for a move over these mesh dims. Along mesh dims whose parts do not descend, they
   // include all coordinates to examine, even if the move does not span them.
   std::vector<Corner> of(MeshDimSet mesh_dims) const;
-  // Returns the corner that agrees with this one on `mesh_dims` and has the first coordinate elsewhere.
+  // Returns the corner that agrees with `corner` on `mesh_dims` and has the first coordinate on all other mesh dims.
   Corner projected(Corner corner, MeshDimSet mesh_dims) const {
     return {corner.last & mesh_dims.bits(), corner.base == 0 ? 0 : projected_base(corner.base, mesh_dims)};
   }

@@ -31,7 +31,7 @@ bool communicates_once(const Step& step, Lowering lowering) {
   return is_local(step.op) || num_collectives(step.op, size, reduces_natively(step, lowering)) == 1;
 }
 
-// Calls visit(list) for each part of a tensor dim that ranks of a layout hold.
+// Calls visit(list) for each part of a tensor dim that ranks of a layout hold, empty parts included.
 template <typename Visit>
 void for_each_part(const Layout& layout, int tensor_dim, const Visit& visit) {
   const MeshDimSet cutting = dims_of(layout.cuts(tensor_dim));

@@ -105,7 +105,8 @@ struct StepTimes {
   std::array<std::vector<int64_t>, kNumLanes> lanes;  // indexed by lane, then by index of the rank
 };
 
-// Returns the transfer times of a step. `ranks` are the ranks of the plan, in order.
+// Returns the transfer times of a step; no lanes if no rank sends anything. `ranks` are the ranks of the plan,
+// ascending.
 StepTimes step_times(const Step& step, const Plan& plan, const std::vector<Rank>& ranks) {
   StepTimes times;
   const StepCounts maxima = step_counts(step, plan.lowering);

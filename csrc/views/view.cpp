@@ -86,7 +86,7 @@ class GroupView {
     return set;
   }
 
-  // Adds the cuts of the group to the result. Returns the reason if there are none.
+  // Adds the cuts of the group to the result and returns nullopt, or returns the reason why there are none.
   std::optional<std::string> solve(Result& result) const {
     if (mesh_dims().empty() || keep(result) || move_digits(result)) return std::nullopt;
     const std::optional<Holdings> holdings = holdings_of(mesh_, src_, cuts_);
