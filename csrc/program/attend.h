@@ -68,12 +68,13 @@ struct VisiblePart {
   Band band;
 };
 
-// Returns the visible part of a block product with this many rows and columns, in each of whose rows and columns some
-// pair is visible. Returns nullopt if no query sees any key.
+// Returns the visible part of a block product with this many rows and columns. Each row and each column of the part has
+// a visible pair. Returns nullopt if no query sees any key.
 std::optional<VisiblePart> visible_part(const Band& band, int64_t rows, int64_t columns);
 
+// The visible pairs in the visible part of a block product.
 enum class BlockShape : uint8_t {
-  kSkip,      // no query sees any key
+  kSkip,      // there is no visible part: no query sees any key
   kFull,      // every query sees every key
   kTriangle,  // a square in which query i sees keys 0 to i
   kOther,
@@ -81,7 +82,7 @@ enum class BlockShape : uint8_t {
 // Returns the shape of the visible part of a block product with this many rows and columns.
 BlockShape shape_of(const Band& band, int64_t rows, int64_t columns);
 
-// Returns the number of pairs (query, key) in which the query sees the key.
+// Returns the number of pairs (query, key) of one batch and head in which the query sees the key.
 int64_t visible_pairs(const Band& band, int64_t rows, int64_t columns);
 
 // A partial result, in float32 (float64 for float64 operands).
@@ -115,8 +116,8 @@ struct Attend {
   std::optional<PairMask> mask = std::nullopt;  // requires a band in which every query sees every key
 };
 
-// dq, dk, dv += the gradients of a block product, in float32 (float64). `out` and `lse` are the result over all blocks,
-// not over this one, so the gradients of all blocks add up to the full gradients.
+// dq, dk, dv += the gradients of a block product, in float32 (float64 for float64 operands). `out` and `lse` are the
+// result over all blocks, not over this one, so the gradients of all blocks add up to the full gradients.
 struct AttendBackward {
   AttendSizes sizes;
   Band band;

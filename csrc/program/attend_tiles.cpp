@@ -59,7 +59,7 @@ std::vector<VisiblePart> tiles(const Product& o, const AttendItemBytes& item_byt
   return tiles;
 }
 
-// Returns the bytes of the largest bias of a tile.
+// Returns the bytes of the largest bias of a tile; 0 if no tile has a bias.
 template <typename Product>
 int64_t bias_bytes(const Product& o, const AttendItemBytes& item_bytes) {
   int64_t largest = 0;
@@ -71,9 +71,8 @@ int64_t bias_bytes(const Product& o, const AttendItemBytes& item_bytes) {
   return largest;
 }
 
-// Returns the total number of elements, with padding, of the tensors that are padded to the larger of two depths, of
-// keys and of values: v and `num_results` tensors shaped like the result if values are shallower than keys, q and k if
-// values are deeper, none if the depths are equal.
+// Returns the number of elements of all padded tensors, padding included. If values are shallower than keys, v and
+// `num_results` tensors shaped like the result are padded; if values are deeper, q and k. With equal depths it is 0.
 int64_t padded_elements(const AttendSizes& s, int64_t num_results) {
   const int64_t of_queries = s.batch * s.heads * s.rows * std::max(s.depth, s.value_depth);
   const int64_t of_keys = s.batch * s.kv_heads * s.columns * std::max(s.depth, s.value_depth);

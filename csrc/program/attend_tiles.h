@@ -24,7 +24,7 @@ struct AttendItemBytes {
   int64_t bias = 0;
 };
 
-// Returns the tiles by ascending rows; none if no query sees any key. A tile is the visible part of a range of rows. A
+// Return the tiles by ascending rows; none if no query sees any key. A tile is the visible part of a range of rows. A
 // product is one tile if it has no bias, or if its bias is equal for all rows.
 //
 //   64 rows, 64 columns, band {-15, 15}, and a limit of 512 elements: 10 rows see at most 40 columns, 48 with

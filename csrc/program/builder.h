@@ -23,7 +23,8 @@ class ProgramBuilder {
   bool named_groups_only() const { return named_groups_only_; }
   Rank rank() const { return rank_; }
   bool is_on(const Mesh& mesh) const { return mesh.position_of(rank_).has_value(); }
-  Position position_on(const Mesh& mesh) const;  // the rank must be on the mesh
+  Position position_on(const Mesh& mesh) const;  // throws InvariantError if the rank is not on the mesh
+  // Returns the region of the rank's part. Throws InvariantError if the rank is not on the mesh.
   Region region_in(const Layout& layout) const { return layout.region(position_on(layout.mesh())); }
   int64_t count_in(const Layout& layout) const;  // number of elements of the rank's part; 0 if it is not on the mesh
   Program& program() { return program_; }
@@ -34,21 +35,21 @@ class ProgramBuilder {
   void begin_step(std::string text, std::string note = {});
   // Sets the dtype of buffers that are created without one. Returns the previous dtype.
   DType begin_dtype(DType dtype) { return std::exchange(dtype_, dtype); }
-  // The following all-to-alls carry out this step, each with one of `shares` equal shares of its data. They are sent as
-  // messages if the shares are large (all_to_alls_use_messages in transfer_method.h).
+  // Makes the following all-to-alls part of this step: each has one of `shares` equal shares of the step's data. They
+  // are sent as messages if the shares are large (all_to_alls_use_messages in transfer_method.h).
   void begin_exchanges(const Step& step, int64_t shares = 1);
   bool exchanges_by_messages() const { return exchanges_by_messages_; }
-  // The following instructions belong to this chunk of a pipeline; -1 for none.
+  // Starts a chunk of a pipeline, to which the following instructions belong; -1: they belong to none.
   void begin_chunk(int chunk) { chunk_ = chunk; }
 
-  // Creates a buffer of `count` elements. Without `dtype`, it has the dtype last given to begin_dtype, or else the
-  // constructor's.
+  // Creates a temporary of `count` elements and returns its number. Without `dtype`, it has the dtype last given to
+  // begin_dtype, or else the constructor's.
   BufferId new_buffer(int64_t count) { return new_buffer(count, dtype_); }
   BufferId new_buffer(int64_t count, DType dtype);
   // Creates the next input, row-major. All inputs must be created before any other buffer. `dtype` as for new_buffer.
   BufferId new_input(std::vector<int64_t> shape) { return new_input(std::move(shape), dtype_); }
   BufferId new_input(std::vector<int64_t> shape, DType dtype);
-  // Makes a buffer the next output of the program. It may be an input.
+  // Makes a buffer the next output of the program. An input stays an input, which the caller then gets itself.
   void add_output(BufferId buffer, std::vector<int64_t> shape);
   // Returns the number of elements of a buffer.
   int64_t count_of(BufferId buffer) const { return program_.buffers[buffer].count; }
@@ -59,13 +60,13 @@ class ProgramBuilder {
   Ticket emit(Operation operation);
   // Returns the last instruction if it belongs to the current step and chunk, else null.
   Instruction* last_of_chunk();
-  // The following functions emit nothing if there is nothing to do: no message, kNoTicket, no box, no element or a
-  // divisor of 1. In that case send_receive returns kNoTicket.
+  // The following functions emit nothing if there is nothing to do. send_receive without messages returns kNoTicket,
+  // wait(kNoTicket) and a copy without boxes do nothing, and so does divide for no elements or for a divisor of 1.
   Ticket send_receive(SendReceive move);
   void wait(Ticket ticket);
   void copy(BufferId src, BufferId dst, std::vector<Box> boxes);
   void divide(BufferRange dst, double divisor);
-  // Copies the elements that the rank holds both before and after a step.
+  // Copies the elements that the rank holds both before and after a step. The rank must be on both meshes.
   void copy_shared(const Step& step, BufferId current, BufferId next);
 
   // Removes and returns the last Wait and all instructions after it, so that the caller can emit other instructions
@@ -75,7 +76,8 @@ class ProgramBuilder {
   void put_back(std::vector<Instruction> instructions);
 
   // Return the index of a group in Program::groups, after adding it if it is new. group_index takes this rank's group
-  // of a step, group_of_ranks the group of the given ranks, which must ascend and include this rank.
+  // of a step on one mesh, group_of_ranks the group of the given ranks, which must ascend. Both throw InvariantError if
+  // this rank is not on the mesh or among the ranks.
   int group_index(const Step& step);
   int group_of_ranks(MeshDimSet mesh_dims, std::vector<Rank> ranks);
 
@@ -99,10 +101,10 @@ struct ReductionSpec {
   ReduceOp op = ReduceOp::kSum;
   double divisor = 1;
   double power = 1;
-  const Mesh* mesh = nullptr;  // contributions are added in the order of its positions
+  const Mesh* mesh = nullptr;  // contributions are added in the order of its positions; must outlive the spec
 };
 
-// Returns the reduction that a step carries out.
+// Returns the reduction that a step carries out. Its mesh is the step's, so the step must outlive it.
 ReductionSpec reduction_of(const Step& step);
 
 // Takes one range for each member of a group, by ascending rank, and returns the ranges by the members' ascending
@@ -144,13 +146,15 @@ ReductionStages composed_all_reduce(ProgramBuilder& builder, int group, const Re
 ReductionStages native_all_reduce(ProgramBuilder& builder, int group, const ReductionSpec& reduction, BufferRange data);
 
 // Emits one move from the buffer `current`, which holds the layout before, to the buffer `next` for the layout after.
+// Emits nothing if the rank is on neither mesh.
 void compile_step(ProgramBuilder& builder, const Step& step, BufferId current, BufferId next);
 
-// Returns the text of a plan's step for error messages: "step 1 of 2 (all_gather over dp)".
+// Returns the text of a plan's step for error messages: with index 0, "step 1 of 2 (all_gather over dp)".
 std::string step_text(const Plan& plan, size_t index);
 
-// Emits the steps [begin, end) of a plan, starting from the buffer `current`. Returns the buffer with the result. Error
-// messages name a step by `prefix` and step_text(): with "scales, ", "scales, step 1 of 2 (all_gather over dp)".
+// Emits the steps [begin, end) of a plan, starting from the buffer `current`. Returns the buffer with the result, which
+// is `current` if there are no steps. Error messages name a step by `prefix` and step_text(). With the prefix
+// "scales, " the name is "scales, step 1 of 2 (all_gather over dp)".
 BufferId compile_steps(ProgramBuilder& builder, const Plan& plan, size_t begin, size_t end, BufferId current,
                        const std::string& prefix = "");
 

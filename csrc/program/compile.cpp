@@ -93,7 +93,7 @@ std::string step_text(const Plan& plan, size_t index) {
 
 namespace {
 
-// Returns the text about a step that profilers show in addition to step_text().
+// Returns the text that profilers show after step_text(): " [S(0)] -> [R], 96 bytes received".
 std::string step_note(const Plan& plan, size_t index, Rank rank) {
   const Step& step = plan.steps[index];
   return concat(" ", step.before.placements_string(), " -> ", step.after.placements_string(), ", ",

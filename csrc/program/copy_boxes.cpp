@@ -36,7 +36,8 @@ void copy_innermost(const char* src, int64_t src_stride, char* dst, int64_t dst_
   }
 }
 
-// Copies dim `dim` of a box and all dims inside it. `src` and `dst` are the addresses of its first element.
+// Copies dim `dim` of a box and all dims inside it. `src` and `dst` are the addresses of its first element, `item` is
+// the number of bytes of an element.
 void copy_dims(const Box& box, size_t dim, const char* src, char* dst, int64_t item) {
   if (box.sizes.empty()) {
     std::memcpy(dst, src, static_cast<size_t>(item));

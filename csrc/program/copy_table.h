@@ -41,9 +41,10 @@ struct InlineTable {
   WordBox boxes[kBoxes];
   int64_t first_word[kBoxes + 1];
 };
-inline constexpr int kInlineBoxes[] = {8, 16, 32, 64, 144};
+inline constexpr int kInlineBoxes[] = {8, 16, 32, 64, 144};  // sizes of InlineTable
 
-// Arguments of at most 4 KiB fit on every GPU. More, up to 32,764 bytes, need compute capability 7.0 and CUDA 12.1.
+// Largest size of an InlineTable that is below 4 KiB, the limit of arguments on every GPU. Larger arguments, up to
+// 32,764 bytes, need compute capability 7.0 and CUDA 12.1.
 inline constexpr int kInlineBoxesEverywhere = 16;
 
 // Returns the smallest of kInlineBoxes, up to `most`, that is at least `num_boxes`; 0 if there is none.
@@ -82,8 +83,8 @@ class TableDevice {
   // impossible.
   virtual Upload upload_beside_capture(const std::vector<uint8_t>& bytes) = 0;
 
-  // Return true once the event has happened, and let the host wait for it. Both may be called while some stream of the
-  // process is capturing.
+  // is_done() returns true once the event has happened. wait() makes the host wait for it. Both may be called while a
+  // stream of the process is capturing.
   virtual bool is_done(void* event) = 0;
   virtual void wait(void* event) = 0;
 
@@ -96,7 +97,8 @@ class TableDevice {
 };
 
 // Returns the table of `boxes`, a result of copy.at(), on device number `device_index`; uploads it on first use.
-// Thread-safe. The work given to the current stream next may read the table, which lives as long as the copy.
+// Thread-safe. The work given to the current stream next may read the table, which lives as long as the copy. Throws if
+// upload_beside_capture() does.
 BoxTable table_on(TableDevice& device, int device_index, const StridedCopy& copy, const WordBoxes& boxes,
                   int64_t words_per_block);
 

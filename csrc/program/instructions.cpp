@@ -37,9 +37,11 @@ const char* amount_text(BlockShape shape) {
   return "";
 }
 
+// Returns "b2[8]" for heads that begin at element 8 of buffer 2.
 std::string text(const Heads& h) { return concat("b", h.buffer, "[", h.offset, "]"); }
 
-// Returns the text of a block product, without its result.
+// Returns the text of a block product, without its result: "attend 1x8 heads, 16x32x64 b0[0] to all pairs of b1[0],
+// b2[0]".
 template <typename Product>
 std::string text_of_product(const char* verb, const Product& o) {
   return concat(verb, " ", text(o.sizes), " ", text(o.q), " to ",

@@ -30,8 +30,8 @@ struct Copy {
   BufferId dst = kMissingBuffer;
   std::vector<Box> boxes;
   double divisor = 1;  // every element is divided by it; floating and complex dtypes only
-  // The dtypes in which elements are read and written and in which the boxes count; by default the dtypes of the
-  // buffers. Elements are cast if the two differ.
+  // The dtypes of the elements that are read and written. Offsets and strides of the boxes count elements of these
+  // dtypes. nullopt: the buffer's dtype. Elements are cast if the two dtypes differ.
   std::optional<DType> src_dtype = std::nullopt;
   std::optional<DType> dst_dtype = std::nullopt;
 };
@@ -114,7 +114,7 @@ struct Gemm {
 
 // In transfers, `group` is an index into Program::groups. Data is in the group's order, by ascending rank.
 
-// dst = `src` of all ranks of the group.
+// dst = `src` of all ranks of the group, this one included, one after the other. All have the same length.
 struct AllGather {
   int group = -1;
   BufferRange src;
@@ -166,17 +166,17 @@ struct Offer {
   BufferRange src;
 };
 
-// Reads what the other ranks have offered, chunk by chunk: dst is divided into as many chunks as there are flags.
-// Writes each chunk once, the nearest rank's chunks first, except the chunks of this rank's own part. After a chunk's
-// data it sets the chunk's flag, which must be 0 before, to 1. A Gemm may wait for the flag before this transfer is
-// complete.
+// Reads the data that the other ranks offer, chunk by chunk. dst is divided into as many chunks as there are flags. An
+// earlier Copy must write the chunks of this rank's own part. Fetch writes every other chunk once, the nearest rank's
+// chunks first. It sets all flags, which must be 0 before, to 1: a chunk's flag after the chunk's data. A Gemm may wait
+// for a flag before this transfer is complete.
 struct Fetch {
   int group = -1;
   Ticket offer = kNoTicket;  // this rank's Offer, which must be complete
   BufferRange dst;
   BufferRange flags;
 
-  int64_t chunk_count() const { return dst.count / flags.count; }  // elements
+  int64_t chunk_count() const { return dst.count / flags.count; }  // elements of a chunk
 };
 
 // Completes the transfer that the instruction with this number started.
@@ -199,12 +199,13 @@ concept IsCompute =
 template <typename T>
 concept IsTransfer = IsOneOf<T, AllGather, ReduceScatter, AllReduce, AllToAll, SendReceive, Offer, Fetch>;
 
-bool is_communication(const Operation& operation);  // true for a transfer, false for a Wait
+// Returns true for a transfer, false for a compute instruction and for a Wait.
+bool is_communication(const Operation& operation);
 // Returns the index of the group in which a transfer communicates; nullopt for other operations.
 std::optional<int> group_of(const Operation& operation);
 // Returns the text of an operation in listings of programs: "copy b0 -> b2 in 1 boxes".
 std::string to_string(const Operation& operation);
-// Returns the buffers that an operation reads or writes; none for a Wait.
+// Returns the buffers that an operation reads or writes, some possibly twice; none for a Wait.
 std::vector<BufferId> buffers_of(const Operation& operation);
 
 }  // namespace shardwright

@@ -29,13 +29,13 @@ namespace shardwright {
 
 struct Instruction {
   Operation operation;
-  int step = -1;   // the step of the plan that it belongs to, for error messages
+  int step = -1;   // the step that it belongs to: an index in Program::step_texts
   int chunk = -1;  // the chunk of a product that it belongs to, or -1
 };
 
-// Ranks that communicate: the ranks of a group of the mesh, or some of them.
+// Ranks that communicate: all or some ranks of a group of the mesh, or of both meshes of a crossing.
 struct Group {
-  MeshDimSet mesh_dims;
+  MeshDimSet mesh_dims;     // of the first step that communicates in the group
   std::vector<Rank> ranks;  // ascending
   int64_t index = -1;       // index of this rank in `ranks`
 };
@@ -44,12 +44,12 @@ struct Group {
 enum class BufferRole : uint8_t { kInput, kDestination, kOutput, kTemporary };
 
 struct Buffer {
-  int64_t count = 0;  // number of elements; with strides, of all addresses from the first element to the last
+  int64_t count = 0;  // number of elements; with strides, it includes the gaps between the elements
   DType dtype = DType::kFloat32;
   BufferRole role = BufferRole::kTemporary;
-  std::vector<int64_t> shape = {};                             // of an input or destination
-  std::optional<std::vector<int64_t>> strides = std::nullopt;  // of an input or destination; by default it is row-major
-  bool is_on_host = false;                                     // in host memory, while other buffers may be on a device
+  std::vector<int64_t> shape = {};                             // of an input or destination; empty for other buffers
+  std::optional<std::vector<int64_t>> strides = std::nullopt;  // of an input or destination; nullopt: row-major
+  bool is_on_host = false;  // true: in host memory, while other buffers may be on a device
 
   int64_t size_bytes() const { return count * dtype.size_bytes(); }
 };
@@ -59,10 +59,10 @@ struct Output {
   std::vector<int64_t> shape;
 };
 
-// The numbers of instructions after which a destination is finished.
+// The numbers of instructions, counted from the program's first, after which a destination is finished.
 struct DestinationEnd {
-  int written = 0;  // up to and including the last instruction that writes this rank's part
-  int sent = 0;     // up to and including the last Wait for a message to another rank's part; at least `written`
+  int written = 0;  // all up to the last instruction that writes this rank's part
+  int sent = 0;     // all up to the last Wait for a message to another rank's part; at least `written`
 };
 
 struct Program {
@@ -82,7 +82,8 @@ struct Program {
   bool stages_on_host = false;
   // One line per plan step, for error messages and listings.
   std::vector<std::string> step_texts;
-  // By plan step, for profilers: its layouts, and the bytes that this rank receives. Empty if that is not known.
+  // The layouts of each plan step and the bytes that this rank receives in it, for profilers. A note, or the full list,
+  // is empty if they are not known.
   std::vector<std::string> step_notes;
 
   size_t num_inputs() const;
@@ -110,20 +111,21 @@ struct Program {
   // operation itself.
   const Operation& operation_in_effect(const Operation& operation) const;
 
-  // Returns the bytes that the runtime allocates in addition to buffers while an instruction runs (attend_tiles.h).
+  // Returns the bytes that the runtime allocates in addition to buffers while an instruction runs: for Attend and
+  // AttendBackward as in attend_tiles.h, for other instructions 0.
   int64_t scratch_bytes(const Operation& operation) const;
 
   // Returns the most bytes allocated at once: outputs, temporaries and scratch.
   int64_t peak_bytes() const;
-  // The most bytes allocated at once, by step.
+  // Returns, for each step of step_texts, the most bytes allocated at once during its instructions; 0 without any.
   std::vector<int64_t> peak_bytes_by_step() const;
 
   // Returns a listing of groups, buffers and instructions.
   std::string to_string() const;
 };
 
-// Returns the program of a rank. In steps on a mesh without this rank it does nothing, and holds a buffer without
-// elements. Throws UserError for a rank that is on neither the source's nor the destination's mesh.
+// Returns the program of a rank. A step on meshes without this rank has no instructions, and its result is a buffer
+// without elements. Throws UserError for a rank that is on neither the source's nor the destination's mesh.
 Program compile(const Plan& plan, Rank rank);
 
 }  // namespace shardwright
