@@ -6,11 +6,11 @@
 
 namespace shardwright {
 
-// Returns the program of a rank. Throws as check() does, and UserError if the rank is not on the mesh.
+// Returns the program of a rank. Throws UserError as check() in matmul.h does, and if the rank is not on the mesh.
 Program compile(const Matmul& matmul, const Schedule& schedule, Rank rank);
 
-// Return the program of a rank for one kind of Matmul, without the checks of `compile`. compile_gather calls
-// compile_flagged for method 'flags'.
+// Return the program of a rank for one kind of Matmul. Unlike `compile`, they check nothing and leave
+// Program::sms_left at 0. compile_gather calls compile_flagged for method 'flags'.
 //
 // A gather, rank 0 in a ring of 3 with depth 1. Chunk d is the part of the rank at distance d:
 //

@@ -17,7 +17,8 @@ struct Contraction {
   std::vector<int> rhs;
   std::vector<int> out;
 
-  // Throws UserError if an axis repeats within a tensor, or appears in only one tensor or in all three.
+  // Parses an einsum such as "bsk,nk->bsn". Throws UserError if the text is not of the form "lhs,rhs->out" with letters
+  // a to z, or if an axis repeats within a tensor, or appears in only one tensor or in all three.
   static Contraction parse(const std::string& text);
   // Returns the einsum with the letters a, b, c, ... for axes 0, 1, 2, ...: "abc,dc->abd" for "bsk,nk->bsn".
   std::string to_string() const;

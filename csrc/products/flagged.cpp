@@ -17,7 +17,7 @@ struct MatrixSizes {
   int64_t rows = 0;
   int64_t columns = 0;
   int64_t summed = 0;
-  bool is_rhs_row_major = false;
+  bool is_rhs_row_major = false;  // true: the second factor is stored (summed, columns); false: (columns, summed)
 };
 
 std::vector<int> concatenated(std::vector<int> a, const std::vector<int>& b) {

@@ -178,6 +178,7 @@ AxesByKind axes_by_kind(const Contraction& axes, const std::vector<int64_t>& siz
   return all;
 }
 
+// Returns true if the scale of an operand changes along the axis.
 bool has_scale_stride(const MergedAxis& axis) { return axis.lhs_scale != 0 || axis.rhs_scale != 0; }
 
 // Makes the longest of the outer axes the batch of the product, and removes it from `outer`. Does nothing for a product

@@ -13,8 +13,8 @@ namespace shardwright {
 // A tensor in a buffer, with a stride for each axis of the contraction; axes that the tensor lacks have stride 0.
 struct TensorView {
   BufferId buffer = kMissingBuffer;
-  int64_t offset = 0;
-  std::vector<int64_t> strides;
+  int64_t offset = 0;            // in elements
+  std::vector<int64_t> strides;  // by axis, in elements
 
   // Moves the view `by` elements along an axis.
   void advance(int axis, int64_t by) { offset += by * strides[axis]; }
@@ -27,7 +27,8 @@ struct ScaleViews {
   TensorView rhs;
 };
 
-// Returns a view of a row-major tensor of this shape. `tensor_axes` has the axis of each of its dims.
+// Returns a view of a row-major tensor of this shape that begins with its buffer. `tensor_axes` has the axis of each
+// dim of the tensor; `num_axes` is the number of axes of the contraction.
 TensorView row_major_view(BufferId buffer, const std::vector<int>& tensor_axes, const std::vector<int64_t>& shape,
                           int num_axes);
 
@@ -38,7 +39,8 @@ TensorView scales_view(const Contraction& axes, const std::vector<int>& operand_
 
 // Emits out = lhs x rhs, where `sizes` has the length of each axis. With `accumulates`, the product is added to the
 // contents of `out`, and `bias` is ignored. Without, `bias` is added: a view with strides along some axes of the result
-// (kMissingBuffer: no bias). Products of scaled operands have no bias.
+// (kMissingBuffer: no bias). Products of scaled operands have no bias. If a summed axis has length 0, `out` becomes
+// zeros or the bias, or stays unchanged with `accumulates`. Emits nothing for a result without elements.
 //
 // Axes are of three kinds: free in lhs, free in rhs, summed. Adjacent axes of one kind are merged if every tensor
 // stores them like one longer axis. The innermost merged axis of each kind becomes the matrix dim m, n or k. Of the

@@ -9,6 +9,7 @@
 
 namespace shardwright {
 
+// One rank's part of a tensor.
 struct LocalTensor {
   std::vector<int64_t> shape;
   DType dtype;

@@ -55,8 +55,8 @@ void check_dtypes(const Layout& lhs, const Layout& rhs, const std::optional<Scal
   check_argument(is_scaled_result(result), "out_dtype", "bfloat16 or float32 with scales", result.name());
 }
 
-// Throws UserError unless both operands fit the contraction, have supported dtypes, and are cut alike along summed
-// axes.
+// Throws UserError unless both operands fit the contraction, are on `mesh`, have supported dtypes, and are cut alike
+// along summed axes.
 void check_operands(const Contraction& axes, const Layout& lhs, const Layout& rhs, const Mesh& mesh,
                     const std::optional<Scaling>& scaling) {
   check_user(axes.lhs.size() == lhs.shape().size() && axes.rhs.size() == rhs.shape().size(),
@@ -82,7 +82,7 @@ void check_scales(const GatherMatmul& matmul) {
     free_dims = dims;
   }
   check_user(scaling.by_row == scaling.plan.has_value(),
-             "scales must have a plan if there is one per row, and no plan if there is one per tensor, got ",
+             "scales must have a plan if each row has a scale, and no plan if each tensor has one scale, got ",
              scaling.by_row ? "no plan for scales per row" : "a plan for one scale per tensor");
   if (!scaling.by_row) return;
   const auto check_match = [&](const Layout& scales, const Layout& operand) {
@@ -98,6 +98,7 @@ void check_scales(const GatherMatmul& matmul) {
   check_match(scaling.plan->dst, matmul.plan.dst);
 }
 
+// Throw UserError unless the operands, the plan and the scales fit each other. The schedule is not checked.
 void check_tensors(const GatherMatmul& matmul) {
   check_argument(!matmul.products.empty(), "products", "a list of at least one product", "none");
   for (const auto& product : matmul.products) {
@@ -188,6 +189,7 @@ Method parse_method(const std::string& name) {
 
 namespace {
 
+// Returns the distances of a schedule as chunks_text writes them: "1.3_2".
 std::string distances_text(const Schedule& schedule) {
   std::vector<std::string> chunks;
   for (const std::vector<int64_t>& distances : schedule.distances) {

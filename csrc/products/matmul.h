@@ -50,12 +50,14 @@ enum class Method : uint8_t { kSerial, kRing, kCollective, kFlags };  // describ
 const char* method_name(Method method);        // "serial", "ring", "collective" or "flags"
 Method parse_method(const std::string& name);  // throws UserError
 
-constexpr int64_t kMaxChunks = 4096;   // also of the depth
-constexpr int64_t kMaxSmsLeft = 1024;  // of Schedule::sms_left
+constexpr int64_t kMaxChunks = 4096;   // maximum of Schedule::chunks and of Schedule::depth
+constexpr int64_t kMaxSmsLeft = 1024;  // maximum of Schedule::sms_left
 
 // The method of a Matmul, and the chunks of its chunked step.
 struct Schedule {
   Method method = Method::kSerial;
+  // The number of chunks. A ring also counts the chunks of the rank's own part, which are not sent (ring_chunks in
+  // products/blocks.h). For a collective or flags, the number of shares of each part.
   int64_t chunks = 1;
   // For a ring whose chunks the user chose: the distances of each chunk, in the order in which chunks are sent. Each
   // distance from 1 to num_partners() - 1 appears once. If empty, there are `chunks` chunks, nearest first.
@@ -111,6 +113,7 @@ struct MatmulScatter {
 
 using Matmul = std::variant<GatherMatmul, MatmulScatter>;
 
+// Returns the plan of the moved operand or result.
 const Plan& plan_of(const Matmul& matmul);
 // Returns the number of ranks that exchange data in the chunked step, this rank included; 1 if the plan has no steps.
 int64_t num_partners(const Matmul& matmul);
@@ -132,8 +135,8 @@ constexpr int64_t kUnitOfFlaggedRows = 8;      // the elements of a row are a mu
 // device are checked when the program runs.
 std::optional<std::string> why_no_flags(const Matmul& matmul, int64_t shares);
 
-// Returns true if the method may be a ring, whose chunks are messages: if there is a step to chunk, and it is not an
-// all-reduce, which is never sent as messages.
+// Returns true if the step to chunk exists and may be sent as the messages of a ring: if it is not an all-reduce. Does
+// not check if the step can be chunked (why_only_serial).
 bool has_ring(const Matmul& matmul);
 
 // Returns a schedule, without its method, as "chunks[:depth[:sms_left]]". Trailing fields with their defaults are left
@@ -141,6 +144,7 @@ bool has_ring(const Matmul& matmul);
 //
 //   "4"       4 chunks, depth 1              "4:3:16"  4 chunks, depth 3, 16 multiprocessors left to transfers
 //   "1.3_2"   two chunks sent: distances 1 and 3 together, then distance 2
+//   "1.2_"    one chunk sent: distances 1 and 2; the "_" at the end tells distances from a number of chunks
 std::string chunks_text(const Schedule& schedule);
 
 // Returns the sizes and cuts, by axis, of the tensor that the plan moves and of the operands that do not move. In
@@ -149,8 +153,8 @@ std::string chunks_text(const Schedule& schedule);
 // differ.
 std::string operands_text(const Matmul& matmul);
 
-// Throws UserError if tensors and scales do not match, if products of their dtypes are not supported, or if the
-// schedule is not possible (why_only_serial, why_no_flags, has_ring).
+// Throws UserError if tensors and scales do not match, if products of their dtypes are not supported, if a number of
+// the schedule is out of range, or if the schedule is not possible (why_only_serial, why_no_flags, has_ring).
 void check(const Matmul& matmul, const Schedule& schedule);
 
 }  // namespace shardwright
