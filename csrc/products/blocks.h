@@ -37,8 +37,7 @@ std::vector<Chunk> ring_chunks(int64_t partners, const Schedule& schedule);
 std::vector<Chunk> collective_chunks(int64_t partners, int64_t chunks);
 
 // Returns the chunk's share of `selection`, which is the data that one rank sends to another rank. Shares are cut along
-// the tensor dim `dim`; the selection of a tensor without dims is returned whole. Returns nullopt if the share is
-// empty.
+// the tensor dim `dim`; a tensor without dims is not cut. Returns nullopt if the share is empty.
 std::optional<Selection> share_of(const Selection& selection, size_t dim, const Chunk& chunk);
 
 // Returns the tensor dim along which parts are cut into shares: the first of `dims` along which an average part of the

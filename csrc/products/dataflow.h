@@ -77,8 +77,7 @@ bool adds_bias(const BiasNode& node, const Mesh& mesh, int64_t position);
 
 // Return the predicted picoseconds of the slowest rank, for all nodes one after the other, or for one node. Moves take
 // the time that their plans predict, products the time of their schedule's timeline (timeline.h), and other nodes the
-// time to read and write their values in memory. Throw UserError if the context has no GEMM model for a product's
-// dtype.
+// time to read and write their values in memory. Throw UserError if the context lacks the GEMM model of a dtype.
 int64_t predicted_picoseconds(const Dataflow& flow, const ProductContext& context);
 int64_t predicted_picoseconds(const Dataflow& flow, const Node& node, const ProductContext& context);
 

@@ -54,8 +54,10 @@ class ProblemMaker {
   int64_t ndim() const { return static_cast<int64_t>(given_.x.shape.size()); }
   // Returns the dim of a weight that is summed over.
   size_t k_dim() const { return is_linear() ? 1 : 0; }
+  // Returns operand `i`: x (0) or a weight (1 and more).
   const GivenTensor& operand(size_t i) const { return i == 0 ? given_.x : given_.weights[i - 1]; }
 
+  // Checks that there is a weight, and an entry for the bias of each weight.
   void check_counts() const {
     check_argument(!given_.weights.empty(), "weights", "a list of at least one weight", "none");
     check_user(given_.biases.size() == given_.weights.size(), "biases must have one entry for each of ",
@@ -101,6 +103,7 @@ class ProblemMaker {
     }
   }
 
+  // Checks the number of dims and the dtypes of operands that have scales, and the dtypes of biases.
   void check_scaled_operands() const {
     check_user(ndim() >= 1, "x must have at least one dim, got ", ndim());
     for (const GivenTensor& weight : given_.weights) {
@@ -130,7 +133,7 @@ class ProblemMaker {
                " must be torch.float32 on ", operand.device, ", got ", torch_name(scale.dtype), " on ", scale.device);
     if (scale.layout) {
       check_user(operand.layout && operand.layout->mesh() == scale.layout->mesh(), scale.name,
-                 " must be on the mesh of its operand, got ", scale.layout->mesh());
+                 " must be a plain tensor, or on the mesh of its operand, got a DTensor on ", scale.layout->mesh());
       for (const Placement& placement : scale.layout->placements()) {
         const bool cuts_k = placement.is_shard_like() && placement.dim == static_cast<int64_t>(k_dim);
         check_user(!placement.is_partial() && !cuts_k, scale.name,
@@ -159,6 +162,7 @@ class ProblemMaker {
 
   // ---- checks of all products
 
+  // Checks that x is a DTensor for kLinear, its dtype, and its number of dims.
   void check_x() const {
     check_argument(!is_linear() || given_.x.layout, "x", "a DTensor", "a Tensor");
     const bool is_float = given_.x.dtype.kind() == DTypeKind::kFloat;
@@ -196,7 +200,8 @@ class ProblemMaker {
                ", like x, got ", torch_name(weight.dtype), " on ", weight.device);
   }
 
-  // Returns the non-negative gather_dim or scatter_dim, or nullopt if none was given.
+  // Returns gather_dim or scatter_dim as a non-negative dim. Returns nullopt if none was given, and for a gather of
+  // DTensors, which ignores it. Throws UserError if it is out of range.
   std::optional<int64_t> dim_of_x() const {
     if (!given_.dim || (is_gather() && given_.x.layout)) return std::nullopt;
     check_argument(*given_.dim >= -ndim() && *given_.dim < ndim(), is_gather() ? "gather_dim" : "scatter_dim",
@@ -312,7 +317,7 @@ class ProblemMaker {
     return problem;
   }
 
-  // Returns the global number of columns of weight j, if it is given.
+  // Returns the global number of columns of weight j, or nullopt if it is not given.
   std::optional<int64_t> columns_of(size_t j) const {
     if (given_.columns.empty()) return std::nullopt;
     check_user(given_.columns.size() == given_.weights.size(), "columns must have one entry for each of ",

@@ -23,9 +23,10 @@ struct GivenTensor {
 };
 
 // Returns true if a matrix (k, n) with these strides is a view of a contiguous (n, k), such as `linear.weight.t()`.
-// Such a view is multiplied without a copy. Ranks may get different results: users may transpose on some ranks only,
-// and a matrix with k = 1 has the same strides either way. So schedules and messages, on which ranks must agree, do not
-// depend on the result. Neither does operands_text (matmul.h), which debug modes compare.
+// Such a view is multiplied without a copy. Returns false for k < 2, where strides cannot tell, and for tensors that
+// are no matrices. Ranks may get different results, because users may transpose on some ranks only. So schedules
+// and messages, on which ranks must agree, do not depend on the result. Neither does operands_text (matmul.h), which
+// debug modes compare.
 bool is_transposed(const std::vector<int64_t>& shape, const std::vector<int64_t>& strides);
 
 // The function that is called. x has the shape (..., k), the result (..., n).
@@ -49,15 +50,17 @@ struct ProductArguments {
   bool requires_grad = false;                     // true if some argument needs a gradient
 
   std::optional<std::vector<Placement>> placements = std::nullopt;  // of the results; DTensors only
-  std::optional<int64_t> dim = std::nullopt;                        // gather_dim or scatter_dim; negative: from the end
+  // gather_dim or scatter_dim; negative: from the end. kGather of plain tensors needs it, and kGather of DTensors
+  // ignores it. Without it, kSum returns the full result.
+  std::optional<int64_t> dim = std::nullopt;
 
   // For plain tensors: the global length of the sharded dim of x, which no rank can derive alone.
   std::optional<int64_t> size = std::nullopt;
-  std::vector<int64_t> sizes = {};  // by rank: the length of its part; empty: the lengths that torch.chunk gives
+  std::vector<int64_t> sizes = {};  // by rank: the length of its part of that dim; empty: as torch.chunk cuts it
   std::vector<std::optional<int64_t>> columns = {};  // global number of columns, by weight
-  int64_t rank = 0;
+  int64_t rank = 0;                                  // of this process in its group of `num_ranks` ranks
   int64_t num_ranks = 1;
-  // True if this rank's parts must have the given or torch.chunk's lengths, otherwise problem_of throws. Debug modes
+  // True: problem_of throws unless this rank's parts have the lengths that `sizes` or torch.chunk gives. Debug modes
   // set it to false, because they check the parts of all ranks at once.
   bool checks_parts = true;
 };

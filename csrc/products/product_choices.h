@@ -13,6 +13,7 @@ class MovePlanner {
   // Both arguments must outlive the planner.
   MovePlanner(const ProductContext& context, PlanCache& cache);
 
+  // Throws as PlanCache::get does.
   Plan plan(const Layout& src, const Layout& dst) const;
   // Returns the predicted picoseconds of plan(src, dst); 0 if the two layouts are equal.
   int64_t predicted_ps(const Layout& src, const Layout& dst) const;
@@ -26,8 +27,8 @@ class MovePlanner {
 
 // Returns the cuts with the least predicted time for the product and for all moves of the operand, the first weight and
 // the first result. The candidates are all combinations of: along each mesh dim, no cut or an axis that the mesh dim
-// cuts in one of these three tensors. Of candidates with equal times, the first one tried is returned; the last mesh
-// dim changes fastest.
+// cuts in one of these three tensors. Mesh dims of size 1 cut none. Of candidates with equal times, the first one tried
+// is returned; the last mesh dim changes fastest. Throws UserError if the context lacks the GEMM model of the dtype.
 //
 //   "bsk,nk->bsn" on (dp, tp), operand [S(0), S(1)], weight [R, S(0)], result [S(0), S(2)]:
 //     along dp: no cut, or b (operand and result); along tp: no cut, s (operand), or n (weight and result)
@@ -35,8 +36,8 @@ class MovePlanner {
 AxisCuts choose_cuts(const ProductProblem& problem, const MovePlanner& planner);
 
 // Returns the schedule that is predicted to be fastest among the schedules that the request allows. If nothing moves
-// between ranks, the request's method and chunks are ignored. If the product cannot meet the request, throws UserError
-// with `is_request_binding`; without, ignores the requested method and chunks but not the depth.
+// between ranks, ignores the requested method, chunks and distances. If the product cannot meet the request, throws
+// UserError if `is_request_binding`; otherwise ignores the requested method, chunks and distances, but not the depth.
 Schedule choose_schedule(const Matmul& matmul, const ScheduleRequest& request, const GemmModel& model,
                          bool is_request_binding);
 

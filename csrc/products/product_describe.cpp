@@ -7,12 +7,14 @@
 namespace shardwright {
 namespace {
 
+// A tensor of a plan, before and while the product computes.
 struct Tensor {
   std::string name;      // "x", "w", "y1"
   const Layout& layout;  // of the given operand or weight, or of the requested result
   const Layout& during;  // of the tensor while the product computes
 };
 
+// Returns the operand, then weight and result of each product. The tensors refer to the plan.
 std::vector<Tensor> tensors_of(const ProductPlan& plan) {
   const ProductProblem& problem = plan.problem();
   const size_t count = problem.weights.size();
@@ -24,6 +26,7 @@ std::vector<Tensor> tensors_of(const ProductPlan& plan) {
   return tensors;
 }
 
+// Returns for example "b along dp, none along tp".
 std::string cuts_text(const ProductPlan& plan) {
   const Mesh& mesh = plan.problem().operand.mesh();
   std::vector<std::string> cuts;
@@ -35,11 +38,13 @@ std::string cuts_text(const ProductPlan& plan) {
   return join(cuts);
 }
 
+// Returns the title, the predicted time, and one line for each node: "forward, 214 us:" and the lines.
 std::string flow_text(const char* title, const Dataflow& flow, const ProductContext& context) {
   const std::string time = microseconds_text(predicted_picoseconds(flow, context));
   return concat(title, ", ", time, flow.nodes.empty() ? "" : ":\n", to_string(flow, context, "  "));
 }
 
+// The functions below return pieces of JSON. `value` and `items` are JSON already; names are quoted here.
 std::string json_field(const std::string& name, const std::string& value) { return quoted(name) + ": " + value; }
 
 std::string json_list(const std::vector<std::string>& items) { return "[" + join(items) + "]"; }

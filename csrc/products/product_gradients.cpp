@@ -56,8 +56,8 @@ class ProductPlan::Backward {
     const auto& [operand, weight, result] = plan_.letters_[j];
     return Contraction::parse(result + "," + weight + "->" + operand);
   }
-  // Returns the contraction of the gradient of result j with the operand that gives the gradient of weight j: here
-  // "mn,mk->kn".
+  // Returns the contraction of the gradient of result j with the operand that gives the gradient of weight j:
+  // "mn,mk->kn" for the forward "mk,kn->mn".
   Contraction to_weight(size_t j) const {
     const auto& [operand, weight, result] = plan_.letters_[j];
     return Contraction::parse(result + "," + operand + "->" + weight);
@@ -103,8 +103,9 @@ class ProductPlan::Backward {
     return !why_only_serial(gather);
   }
 
-  // Gathers the result's gradient in chunks, while the operand's gradient is computed from it, and the weight's too if
-  // the operand is in place. Otherwise the gathered gradient is kept for the weight's gradient.
+  // Gathers the result's gradient in chunks, while the operand's gradient is computed from it, and the weight's
+  // gradient too if the operand is in place. Otherwise the gathered gradient is kept for the weight's gradient.
+  // Computes requested gradients only.
   void gather_gradient() {
     const bool serves_weight = request_.weights[0] && operand_is_in_place_;
     const bool keeps = request_.weights[0] && !operand_is_in_place_;
@@ -134,8 +135,8 @@ class ProductPlan::Backward {
     operand_gradient_ = flow_.move(sum, layouts_.operand_out);
   }
 
-  // Appends the gradient of the operand. Its product overlaps with the move of the weight if only that must move, else
-  // with the move of the gradient itself.
+  // Appends the gradient of the operand. Its product overlaps with the move of the weight if only the weight must move
+  // and there is no addend, else with the move of the gradient itself.
   int operand_gradient() {
     const Layout& target = layouts_.operand_out;
     const bool weight_is_in_place = problem_.weights[0] == plan_.layouts_.weights[0];

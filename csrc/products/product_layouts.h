@@ -27,13 +27,14 @@ class AxisLayouts {
   // The letters and layouts of tensors that already exist.
   using Known = std::vector<std::pair<std::string, Layout>>;
 
-  // Cuts each axis in `cuts` as the first tensor in `known` does that is sharded along this axis by exactly the mesh
-  // dims that `cuts` has for it: in the tensor's order of mesh dims, and with its cut rules if one of them is neither
-  // chunks nor strided. Without such a tensor, the axis is cut into chunks, in mesh order.
+  // Decides how each axis in `cuts` is cut by the mesh dims that `cuts` has for it. The first tensor in `known` that is
+  // sharded along the axis by exactly these mesh dims gives their order. It also gives the cut rules if one of its
+  // rules is neither chunks nor strided; otherwise all cuts are chunks. Without such a tensor, the axis is cut into
+  // chunks, in mesh order.
   AxisLayouts(MeshPtr mesh, AxisCuts cuts, const Known& known);
 
   // Returns the layout of a tensor whose dims are `letters`. For a result, `operands` has the letters of both operands:
-  // each cut axis that is in `operands` but not in `letters` leaves a pending sum.
+  // each cut axis that is in `operands` but not in `letters` leaves a pending sum. `sizes` must have all `letters`.
   Layout layout(const std::string& letters, const AxisSizes& sizes, const DType& dtype,
                 const std::string& operands = "") const;
 
@@ -59,8 +60,8 @@ Layout with_placements(const Layout& layout, std::vector<Placement> placements);
 // Returns the layout with R instead of pending reductions. Gradients are returned in such layouts.
 Layout without_sums(const Layout& layout);
 
-// Returns the layout of a tensor that has only these dims of `layout`. It is sharded along them as `layout` is, and R
-// along mesh dims that shard other dims.
+// Returns the layout of a tensor that has only these dims of `layout`, in the order of `dims`. It is sharded along them
+// as `layout` is, and R along mesh dims that shard other dims. Pending reductions stay.
 Layout with_dims(const Layout& layout, const std::vector<int>& dims, const DType& dtype);
 
 // Chooses cuts that keep operand and weight where they are as far as possible. Along each mesh dim it takes the axis of
@@ -98,7 +99,7 @@ struct ProductLayouts {
   std::optional<GradientLayouts> gradients = std::nullopt;
 };
 
-// Returns the layouts while the product is computed with these cuts.
+// Returns the layouts while the product is computed with these cuts. `problem` must pass check().
 ProductLayouts lay_out(const ProductProblem& problem, const AxisCuts& cuts);
 
 }  // namespace shardwright

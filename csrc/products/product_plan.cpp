@@ -148,7 +148,8 @@ class ProductPlan::Forward {
   }
 
  private:
-  // Tensor 0 is the operand; tensors 1 and more are the weights.
+  // Return the layout of tensor i as given and while the product computes, and its name. Tensor 0 is the operand;
+  // tensors 1 and more are the weights.
   const Layout& given(size_t i) const { return i == 0 ? problem_.operand : problem_.weights[i - 1]; }
   const Layout& during(size_t i) const { return i == 0 ? plan_.layouts_.operand : plan_.layouts_.weights[i - 1]; }
   std::string flow_name(size_t i) const { return i == 0 ? "x" : numbered("w", i - 1, problem_.weights.size()); }

@@ -36,10 +36,10 @@ std::string numbered(const char* name, size_t index, size_t num_products);
 
 // The inputs of a backward, and the gradients that it computes.
 struct GradientRequest {
-  std::vector<Layout> given;  // layouts of the results' gradients
-  bool operand = true;
-  std::vector<bool> weights;  // by weight
-  std::vector<bool> biases;   // by weight; false where there is no bias
+  std::vector<Layout> given;  // by weight: the layout of the result's gradient
+  bool operand = true;        // true if the gradient of the operand is computed
+  std::vector<bool> weights;  // by weight: true if its gradient is computed
+  std::vector<bool> biases;   // by weight: true if its bias's gradient is computed; false where there is no bias
   // The layout of a gradient that is added to the operand's, if there is one: the gradient from another use of the
   // operand.
   std::optional<Layout> addend = std::nullopt;
@@ -50,7 +50,7 @@ struct GradientRequest {
 class ProductPlan {
  public:
   // Chooses cuts and lead, and plans the forward. Throws UserError if the problem is inconsistent (check), if PyTorch
-  // does not define one of the moves, or if the requested schedule is not possible.
+  // does not define one of the moves, if the context lacks a GEMM model, or if the requested schedule is not possible.
   ProductPlan(ProductProblem problem, PlanCache& cache);
 
   const ProductProblem& problem() const { return problem_; }
@@ -81,7 +81,8 @@ class ProductPlan {
   // and more), in the layout `layout`.
   Layout row_scales_layout(size_t tensor, const Layout& layout) const;
 
-  // Return the layouts, the forward, and the backward with all gradients, as text and as JSON.
+  // Return the layouts, the forward, and the backward with all gradients, as text and as JSON. Scaled products have no
+  // backward.
   std::string to_string(PlanCache& cache) const;
   std::string to_json(PlanCache& cache) const;
 
@@ -92,8 +93,9 @@ class ProductPlan {
   // Returns true if the forward's product adds bias j itself; otherwise a BiasNode adds it.
   bool fuses_bias(size_t j) const;
   Layout bias_layout(size_t j) const;  // of bias j when it is added
-  // Return the scaling, and the Matmul, that the forward has with this lead.
+  // Returns the scaling that the forward's Matmul has with this lead; nullopt for products without scales.
   std::optional<Scaling> scaling_of(Lead lead, const MovePlanner& planner) const;
+  // Returns the Matmul that the forward has with this lead, which must be kOperand if there are several weights.
   Matmul forward_matmul(Lead lead, const MovePlanner& planner) const;
   Lead choose_lead(const MovePlanner& planner) const;
   Dataflow plan_forward(const MovePlanner& planner) const;

@@ -9,6 +9,8 @@ namespace {
 
 constexpr const char* kScaledByNames[] = {"", "tensor", "row"};
 
+// Returns the sizes of a tensor by letter. Throws UserError, which names the tensor as `what`, unless `letters` has one
+// letter for each dim.
 std::map<char, int64_t> sizes_of(const std::string& letters, const Layout& layout, const std::string& what) {
   check_user(letters.size() == layout.shape().size(), what, " must have one dim for each axis of '", letters, "', got ",
              layout);
@@ -38,6 +40,7 @@ void check_sizes(const ProductProblem& problem, size_t j, const AxisLetters& let
              *bias);
 }
 
+// Throws UserError unless the requested cuts, if any, are an axis of the first product or '-' for each mesh dim.
 void check_cuts(const ProductProblem& problem) {
   if (!problem.cuts) return;
   const int ndim = problem.operand.mesh().ndim();

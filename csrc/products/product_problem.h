@@ -38,7 +38,8 @@ enum class ScaledBy : uint8_t { kNothing, kTensor, kRow };
 const char* scaled_by_name(ScaledBy scaled_by);     // "", "tensor" or "row"
 ScaledBy parse_scaled_by(const std::string& name);  // throws UserError
 
-// Requirements for the schedules of programs with products. Fields that are not set are chosen by predicted time.
+// Requirements for the schedules of programs with products. Fields that are not set or empty are chosen by predicted
+// time.
 struct ScheduleRequest {
   std::optional<Method> method = std::nullopt;
   std::optional<int64_t> chunks = std::nullopt;
@@ -86,7 +87,7 @@ struct ProductProblem {
   ProductContext context = {};
 };
 
-// Throw UserError if a field is invalid.
+// Throw UserError if a field is invalid. Distances are checked with the product (check in matmul.h).
 void check(const ScheduleRequest& request);
 void check(const ProductProblem& problem);
 

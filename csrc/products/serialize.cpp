@@ -29,6 +29,7 @@ void write(Writer& out, const std::optional<int64_t>& value) {
   out.optional(value, [&](int64_t present) { out.integer(present); });
 }
 
+// Reads a number that may be absent.
 std::optional<int64_t> read_number(Reader& in) {
   return in.optional([&] { return in.integer(); });
 }
@@ -136,6 +137,7 @@ MatmulScatter read_scatter(Reader& in) {
   return matmul;
 }
 
+// Returns the axes of the first product.
 const Contraction& axes_of(const Matmul& matmul) {
   return match(
       matmul, [](const GatherMatmul& gather) -> const Contraction& { return gather.products[0].axes; },

@@ -16,10 +16,13 @@ namespace shardwright {
 std::string to_bytes(const ProductProblem& problem);
 ProductProblem product_problem_from_bytes(std::string_view bytes);
 
+// Equal matmuls with equal schedules have equal bytes. Reading throws UserError if the bytes are damaged, of another
+// version, or describe a matmul or schedule that `check` rejects.
 std::string to_bytes(const Matmul& matmul, const Schedule& schedule);
 std::pair<Matmul, Schedule> matmul_from_bytes(std::string_view bytes);
 
-// Returns true if to_bytes(matmul, schedule) wrote these bytes, false for the bytes of plans and problems.
+// Returns true if to_bytes(matmul, schedule) wrote these bytes, false for all other bytes. Does not check if they are
+// damaged.
 bool is_matmul(std::string_view bytes);
 
 // Returns the axes of the first product, and the bytes in base64: "bsk,nk->bsn|base64".

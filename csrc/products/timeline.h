@@ -16,9 +16,10 @@
 // Devices run asynchronously to their host. A transfer comes only after the instructions that access its memory
 // (program/order.h). But transfers are kernels too, and need the model's transfer_processors for full speed:
 //
-//   - A product may occupy all processors. A transfer that becomes ready while it runs begins when it ends. So does a
-//     transfer that becomes ready when the product begins, if compute made it ready: the product starts first. A
-//     transfer that is already running slows the product by the model's contention for as long as both run.
+//   - A product may occupy all processors. A transfer that becomes ready while the product runs begins when the product
+//     ends. So does a transfer that becomes ready when the product begins, if compute made the transfer ready, because
+//     the product starts first. A transfer that is already running slows the product by the model's contention for as
+//     long as both run.
 //   - A product that starts while transfers are in flight leaves Program::sms_left processors to them. It then has so
 //     many fewer processors, and is not slowed otherwise. A transfer that becomes ready meanwhile begins with the next
 //     wave of tiles. It takes longer if fewer processors are left than full speed needs.
@@ -62,7 +63,7 @@ Timeline predict(const Program& program, const Plan& plan, const GemmModel& mode
 // Predicts a program whose groups are on this mesh.
 Timeline predict(const Program& program, const Topology& topology, const Mesh& mesh, const GemmModel& model);
 
-// Predicts the program of position 0, which has at least as much to do as any other rank.
+// Predicts the program of position 0, which has at least as much to do as any other rank. Throws as compile() does.
 Timeline predict(const Matmul& matmul, const Schedule& schedule, const GemmModel& model);
 
 // A schedule and its predicted time.
@@ -79,8 +80,9 @@ constexpr int64_t kLeastTuningPercent = 1;
 constexpr int64_t kLeastGainPercent = 2;
 
 // Returns the schedules to compare, with their predictions: serial first, then collectives and rings of 1, 2, 4, 8, W
-// and 2W chunks for W partners. (A ring has at least 2 chunks.) A method is also tried with 16 and 32 chunks if the
-// number tried before was its fastest: with n chunks, 1 / n of the shorter of product and transfer is never hidden.
+// and 2W chunks for W partners. Returns serial alone if no step can be chunked (why_only_serial). A ring has at least 2
+// chunks; rings are left out if has_ring() is false or W is above 64. A method is also tried with 16 and 32 chunks if
+// the number tried before was its fastest: with n chunks, 1 / n of the shorter of product and transfer is never hidden.
 //
 // Each schedule has the depth, and on devices the number of processors left to transfers, that is predicted to be
 // fastest. A given `depth` is used unchanged. Otherwise two rules limit the depth:
@@ -92,7 +94,7 @@ std::vector<Prediction> predictions(const Matmul& matmul, const GemmModel& model
                                     std::optional<int64_t> depth = std::nullopt);
 
 // Returns `schedule` with the depth and the number of processors left to transfers that are predicted to be fastest, by
-// the rules of predictions().
+// the rules of predictions(). Returns it unchanged for methods serial and flags.
 Schedule tuned_schedule(const Matmul& matmul, const Schedule& schedule, const GemmModel& model,
                         std::optional<int64_t> depth = std::nullopt);
 

@@ -20,8 +20,8 @@ struct WrittenProduct {
   std::vector<std::string> results;  // by weight; empty: where the product leaves them (placements_in_place)
 };
 
-// Returns the problem; the caller sets its schedule, its context and keeps_gathered. Throws UserError if an axis has no
-// size, or if placements do not match a tensor.
+// Returns the problem; the caller sets its schedule, its context and keeps_gathered. Throws UserError if the axes are
+// invalid, an axis has no size, or placements do not match a tensor.
 ProductProblem problem_of(const WrittenProduct& written);
 
 }  // namespace shardwright
