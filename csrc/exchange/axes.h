@@ -36,7 +36,7 @@ struct AxisGrid {
   };
 
   MeshPtr mesh;
-  std::vector<Axis> axes;
+  std::vector<Axis> axes;  // without an index map: the mesh dims that stay pending, then the tensor dims, ascending
   std::vector<std::vector<int64_t>> shards;  // by position and axis: the index of the rank's axis shard in Axis::lists
 
   // Returns, by axis, the indices that the rank at a position holds; with an index map, only indices that move.
@@ -61,13 +61,14 @@ struct AxisGrids {
 // Returns the mesh dims whose reductions are pending both before and after a move; none if the meshes differ.
 MeshDimSet kept_partials(const Layout& src, const Layout& dst);
 
-// Returns both layouts on the same axes. They must describe the same tensor. Throws UserError if a flattened part has
-// more than CutRule::kMaxRuns runs, where a repeating block counts once.
+// Returns both layouts on the same axes. A reduction that is pending on one side only is ignored: its ranks count as
+// replicas. Throws InvariantError if the shapes or dtypes of the tensors differ. Throws UserError if a flattened part
+// has more than CutRule::kMaxRuns runs; a repeating block counts once.
 AxisGrids axis_grids(const Layout& src, const Layout& dst);
 
 // Returns the axes of an index map. Axes of the map that one side flattens form one axis of all their combinations,
-// row-major, in the order of that side. The dtypes may differ. Throws UserError if a flattened part has more than
-// CutRule::kMaxRuns runs.
+// row-major, in the order of that side. The map must fit both tensor shapes (IndexMap::check). The dtypes may differ,
+// and pending reductions are ignored. Throws UserError if a flattened part has more than CutRule::kMaxRuns runs.
 //
 //   source (4, 6), flattened, to rows 4 to 7 of a fused (12, 6):   one axis of 24
 //   source (4, 6), flattened, to columns 2 and 3 of (4, 4):        one axis of 8; a row of the source has 2 of them

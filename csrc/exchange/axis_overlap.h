@@ -23,7 +23,8 @@ struct AxisOverlap {
 };
 
 // Counts the parts that intersect the target, out of the parts into which `cuts` divide a tensor dim of n elements.
-// Mesh dims in `varying` take every coordinate; the other mesh dims have the coordinates of `position`.
+// Mesh dims in `varying` take every coordinate; the other mesh dims have the coordinates of `position`. The target must
+// ascend.
 AxisOverlap overlap(const Mesh& mesh, int64_t n, std::span<const Cut> cuts, int64_t position, MeshDimSet varying,
                     const IntervalList& target);
 
@@ -32,8 +33,8 @@ AxisOverlap overlap(const Mesh& mesh, int64_t n, std::span<const Cut> cuts, int6
 void for_each_overlap(const Mesh& mesh, int64_t n, std::span<const Cut> cuts, int64_t position, MeshDimSet varying,
                       const IntervalList& target, const std::function<void(int64_t elements, int64_t times)>& visit);
 
-// Returns the number of parts of each length into which the cuts divide a tensor dim of n elements. Empty parts count
-// too. `varying` and `position` have the meaning that they have in overlap().
+// Returns the number of parts by length, out of the parts into which the cuts divide a tensor dim of n elements. Empty
+// parts count too. `varying` and `position` have the meaning that they have in overlap().
 std::map<int64_t, int64_t> part_lengths(const Mesh& mesh, int64_t n, std::span<const Cut> cuts, int64_t position,
                                         MeshDimSet varying);
 

@@ -20,8 +20,8 @@ Layout without_partials(const Layout& layout) {
   return layout.with(layout.cuts(), std::vector<Placement>(layout.mesh().ndim(), Placement::replicate()));
 }
 
-// Computes the bounds for layouts that are partitions. Cells and their senders and receivers are defined in
-// exchange_bound.h.
+// Computes the bounds for layouts that are partitions and outlive the object. Cells and their senders and receivers are
+// defined in exchange_bound.h.
 class Bounds {
  public:
   Bounds(const Layout& src, const Layout& dst)
@@ -98,8 +98,8 @@ class Bounds {
     return bound;
   }
 
-  // Sets the bounds on bytes that enter nodes. Parts of the destination are disjoint, so the ranks of a node together
-  // need the sum of the sizes of their different parts.
+  // Sets the bounds on bytes that enter nodes; not if nodes are unknown or too large. Parts of the destination are
+  // disjoint, so the ranks of a node together need the sum of the sizes of their different parts.
   void set_bounds_into_nodes(int64_t ranks_per_node, ExchangeBound& bound) const {
     if (ranks_per_node <= 0 || ranks_per_node > ExchangeBound::kMaxNode) return;
     const int64_t item = src_layout_.dtype().size_bytes();
@@ -122,7 +122,8 @@ class Bounds {
     }
   }
 
-  // Sets the bound on bytes that leave nodes: elements of parts that only one node holds and another node needs.
+  // Sets the bound on bytes that leave nodes; not if nodes are unknown or there are too many cells. The elements of a
+  // part leave its node if only this node holds the part and another node needs them.
   void set_bounds_out_of_nodes(int64_t ranks_per_node, ExchangeBound& bound) const {
     if (ranks_per_node <= 0 || num_cells() > ExchangeBound::kMaxCells) return;
     std::map<int64_t, int64_t> ranks;                        // number of ranks by node
@@ -223,7 +224,8 @@ class Bounds {
     return cells;
   }
 
-  // Sets the bounds for algorithms that forward data. `received_sum` is the number of elements that all ranks receive.
+  // Sets the bounds `any` and `forwarded` of exchange_bound.h, without forwarded_sent_bytes_max. `received_sum` is the
+  // number of elements that all ranks receive.
   void set_forwarding_bounds(int64_t received_sum, ExchangeBound& bound) const {
     const std::vector<int64_t> leaving = leaving_of_parts();
     const Ratio mean{received_sum, static_cast<int64_t>(parts_of_.size())};
@@ -238,6 +240,7 @@ class Bounds {
   // same part of the source and the same part of the destination. A pool is all ranks with one part of the source, or
   // all ranks with one part of the destination. Each part of the source is one job of its candidate senders: the one
   // copy of its elements that must leave them. Each cell is one job of its senders and receivers: all further copies.
+  // `leaving` is leaving_of_parts().
   SharedWork forwarded_work(const std::vector<int64_t>& leaving) const {
     SharedWork work;
     work.pools.resize(src_.parts() + dst_.parts());

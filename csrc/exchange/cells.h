@@ -65,8 +65,9 @@ class Cells {
   struct Work;
 
   Cells(const AxisGrid& src, const AxisGrid& dst, const std::vector<Rank>& ranks);
-  // Find the classes of an axis, and all cells. Return false if there are too many.
+  // Appends the classes of an axis to classes_. Returns false if there are too many, or if finding them takes too long.
   bool find_classes(const AxisGrid& src, const AxisGrid& dst, const std::vector<Rank>& ranks, size_t axis);
+  // Fills cells_ from all classes. Returns false if there are too many cells, or if they have too many ranks.
   bool find_cells();
   // Returns one job for each cell: a copy for each receiver, which any of the candidate senders may send.
   Work direct_work() const;

@@ -29,7 +29,7 @@ class CountsByDim {
   // Returns the traffic of a rank in all rounds.
   Traffic traffic(int64_t position);
   // Returns the number of messages that a rank sends in a reduce-scatter by messages: one to each other member of its
-  // group that needs some of its elements, in each round.
+  // group that needs some of its elements, in each round, but at most one per element.
   int64_t reduce_scatter_messages(int64_t position);
 
  private:
@@ -37,7 +37,8 @@ class CountsByDim {
   struct Peers {
     int64_t count = 0;     // number of these ranks
     int64_t elements = 0;  // number of common indices, summed over these ranks
-    // Number of these ranks by the number of common indices, capped at the number of rounds. Only with several rounds.
+    // Number of these ranks by the number of common indices. A larger number of indices than of rounds counts as the
+    // number of rounds. Only with several rounds.
     std::map<int64_t, int64_t> by_length;
   };
   // The contribution of a tensor dim to a rank's traffic. Peers include the rank itself.

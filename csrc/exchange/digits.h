@@ -26,8 +26,8 @@ struct Digit {
   bool operator==(const Digit&) const = default;
 };
 
-// Returns the digits that these cuts fix, largest weight first. Returns nullopt if parts differ in size, or if a cut
-// takes a piece of a digit that an earlier cut fixed.
+// Returns the digits that these cuts fix, largest weight first. Returns nullopt if n is 0, if parts differ in size, if
+// no strided cut makes the parts of a cut, or if a cut takes a piece of a digit that an earlier cut fixed.
 std::optional<std::vector<Digit>> digits_of(const Mesh& mesh, int64_t n, std::span<const Cut> cuts);
 
 // Two lists of digits of an index in [0, n), refined into common digits that express both lists.
@@ -66,7 +66,7 @@ class Matching {
   };
 
   // Returns nullopt if a digit of one list straddles a digit of the other list (radix 2 and 3, for example), or if
-  // there are more than kMaxDigits common digits.
+  // there are more than kMaxDigits common digits or digits of both lists together.
   static std::optional<Matching> of(int64_t n, std::span<const Digit> before, std::span<const Digit> after);
   // Matches the digits of two lists of cuts. Also returns nullopt if a list has no digits (digits_of).
   static std::optional<Matching> of_cuts(const Mesh& mesh, int64_t n, std::span<const Cut> before,
@@ -90,7 +90,8 @@ class Matching {
   int64_t elements_per_overlap_ = 1;
 };
 
-// The number of elements that each rank holds in both of two layouts of one tensor on one mesh.
+// The number of elements that each rank holds in both of two layouts of one tensor on one mesh. The layouts must
+// outlive the object.
 class SharedElements {
  public:
   SharedElements(const Layout& before, const Layout& after);
@@ -100,10 +101,11 @@ class SharedElements {
   // Returns the sum over all ranks without visiting them, or nullopt if that would take too long.
   std::optional<int64_t> sum() const;
 
-  // Returns the mesh dims on whose coordinates at() depends; all if digits do not describe both layouts.
+  // Returns mesh dims such that at() depends on no other coordinates; all if matchings() is empty.
   MeshDimSet varying_dims() const;
 
-  // Returns the common digits of each tensor dim; empty if digits do not describe both layouts completely.
+  // Returns the common digits of each tensor dim; empty if digits do not describe both layouts completely, or if the
+  // tensor has no dims.
   const std::vector<Matching>& matchings() const { return matchings_; }
 
  private:

@@ -50,7 +50,8 @@ struct ExchangeBound {
   int64_t any_sent_bytes_max = 0;
 
   // The bytes that must enter some node, because a rank of the node needs them and no rank of it holds them. 0 with
-  // partials, or if the number of ranks per node is not known or larger than kMaxNode.
+  // partials, or if the number of ranks per node is not known or larger than kMaxNode. exchange/indexed_bound.h has the
+  // differences for rearrangements.
   int64_t node_bytes_max = 0;
   int64_t node_bytes_per_rank = 0;  // divided by the number of the node's ranks on either mesh
 

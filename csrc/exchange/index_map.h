@@ -51,8 +51,9 @@ class IndexMap {
   // Returns five numbers for each axis: the members of MapAxis in order. Maps are equal if their encodings are.
   std::vector<int64_t> encoding() const;
 
-  // Throws UserError that names `argument` unless every dim of both shapes is on exactly one axis, ranges lie within
-  // their dims, and axes with one dim have length 1.
+  // Throws UserError that begins with `argument`, the name of the map, unless every dim of both shapes is on exactly
+  // one axis, every axis has a dim, ranges lie within their dims, and axes with one dim have length 1 and begin 0 on
+  // the side without a dim.
   void check(const std::vector<int64_t>& src_shape, const std::vector<int64_t>& dst_shape,
              const std::string& argument) const;
 

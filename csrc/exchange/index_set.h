@@ -13,7 +13,7 @@ namespace shardwright {
 // A subset of the indices [0, n). Sets that are combined or compared must have the same n.
 class IndexSet {
  public:
-  // Return the set of no indices and the set of all.
+  // Return the empty set, and the set of all indices in [0, n).
   static IndexSet none_of(size_t n) { return IndexSet(std::vector<uint64_t>((n + 63) / 64, 0)); }
   static IndexSet all_of(size_t n) {
     IndexSet all(std::vector<uint64_t>((n + 63) / 64, ~uint64_t{0}));

@@ -49,6 +49,7 @@ void set_node_bounds(const Cells& cells, const std::vector<Rank>& ranks, int64_t
 
 // Returns a lower bound on the number of transfers of all ranks together: for each element, its number of contributions
 // plus its number of replicas in the destination, less two. A mesh dim that becomes partial needs only one replica.
+// `kept` has the mesh dims that stay pending; each of their coordinates has a tensor of its own.
 int64_t transfers_with_reductions(const Layout& src, const Layout& dst, MeshDimSet kept) {
   const Mesh& mesh = src.mesh();
   const int64_t contributions = mesh.group_size(src.partial_dims() - kept);

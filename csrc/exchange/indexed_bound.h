@@ -10,11 +10,13 @@
 namespace shardwright {
 
 // Returns the bounds for two layouts of one tensor. A node is `ranks_per_node` consecutive ranks; with 0, all ranks are
-// on one node.
+// on one node. Throws UserError where axis_grids() does (exchange/axes.h).
 //
-// With too many cells (exchange/cells.h) or pending reductions, the sent bytes are means: over the ranks of the source
-// if only candidate senders send and no reduction is pending, otherwise over all ranks. With pending reductions the
-// bounds of nodes are 0.
+// Reductions that stay pending do not count below: each coordinate of their mesh dims has a tensor of its own. With too
+// many cells (exchange/cells.h) or reductions to do, the sent bytes are means: over the ranks of the source if only
+// candidate senders send and there is no reduction to do, otherwise over all ranks; and the bounds of nodes are 0. All
+// bounds are 0 if mesh dims become partial and there is no reduction to do. Bounds per rank of a node are also given
+// for nodes of more than ExchangeBound::kMaxNode ranks.
 ExchangeBound indexed_bound(const Layout& src, const Layout& dst, int64_t ranks_per_node);
 
 }  // namespace shardwright

@@ -13,8 +13,8 @@
 namespace shardwright {
 
 // A cache whose keys are the coordinates on some mesh dims. It begins as a hash map. Once the map has kMaxHashed
-// values, a table is used instead, if all combinations of coordinates fit into one. The map is kept, so references to
-// its values stay valid.
+// values, a table is used instead, if all combinations of coordinates fit into one. The table begins empty, so values
+// of the map may be computed a second time. The map is kept, so references to its values stay valid.
 template <typename Value>
 class ByCoordinates {
  public:
@@ -28,7 +28,8 @@ class ByCoordinates {
   // Returns true if all combinations of coordinates fit into the table.
   bool fits_table() const { return num_combinations_ <= kMaxInTable; }
 
-  // Returns the value at the coordinates of a position. On the first call `make()` computes it.
+  // Returns the value at the coordinates of a position. `make()` computes it if it is not cached. References stay
+  // valid.
   template <typename Make>
   const Value& at(int64_t position, const Make& make) {
     int64_t index = 0;

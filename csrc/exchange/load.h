@@ -6,7 +6,7 @@
 
 namespace shardwright {
 
-// A fraction in lowest terms, the denominator above 0.
+// A fraction that is not negative. The denominator is above 0. Fractions are equal only if both members are.
 struct Ratio {
   int64_t numerator = 0;
   int64_t denominator = 1;
@@ -37,8 +37,8 @@ struct SharedWork {
   std::vector<int64_t> team_sizes;      // number of workers of each team, above 0
 };
 
-// Returns the least load of the busiest worker. Every job with a positive amount must have a team, and the amounts must
-// sum to less than 2^62.
+// Returns the least load of the busiest worker, in lowest terms; 0 if there is no work. Every job with a positive
+// amount must have a team, and the amounts must sum to less than 2^62.
 Ratio min_max_load(const SharedWork& work);
 
 // The share of a job that a team does.

@@ -16,7 +16,8 @@ struct NearestCut {
 };
 
 // Returns a cut of one dim that leaves the most elements on their rank. Each of the dim's n rows is on one rank, and no
-// rank has more than ceil(n / ranks) rows. The layout must have a dim and no pending reductions.
+// rank has more than ceil(n / ranks) rows. Of equally good dims, the first is cut. Ranks outside the layout's mesh hold
+// nothing. There must be a rank, and the layout must have a dim and no pending reductions.
 //
 // Example: 6 rows on ranks 0, 1 and 2, so at most 2 on each. Rank 0 holds rows 0 to 3, and rank 1 rows 0 and 1.
 //

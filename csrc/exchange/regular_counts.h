@@ -20,9 +20,9 @@ namespace shardwright {
 
 class RegularCounts {
  public:
-  // Returns nullopt if the exchange is not regular. The layouts must be on one mesh and outlive the object. Of several
-  // replicas of a part, a rank receives from the replica with the rank's own coordinates (ReplicaPolicy::kAligned), in
-  // `rounds` rounds.
+  // Returns nullopt if the exchange is not regular or the tensor has no dims. The layouts must be on one mesh and
+  // outlive the object. Of several replicas of a part, a rank receives from the replica with the rank's own coordinates
+  // (ReplicaPolicy::kAligned), in `rounds` rounds.
   static std::optional<RegularCounts> of(const Layout& before, const Layout& after, int64_t rounds);
 
   // Returns the traffic of a rank in all rounds.

@@ -24,11 +24,11 @@ struct Sample {
 class Samples {
  public:
   // `lists` are the lists of one or more layouts. The samples cover all their indices. A repeating range is divided
-  // into `divisions` consecutive samples with about equally many repetitions.
+  // into `divisions` consecutive samples with about equally many repetitions, or fewer if it has fewer repetitions.
   explicit Samples(const std::vector<const std::vector<IntervalList>*>& lists, int64_t divisions = 1);
 
   const std::vector<Sample>& all() const { return all_; }  // ascending
-  // Returns the sample whose repetitions contain this index.
+  // Returns the sample whose repetitions contain this index, which must be in a sample.
   const Sample& at(int64_t index) const;
   // Returns the intervals of a list in all samples, ascending and divided at the ends of samples.
   std::vector<Interval> in(const IntervalList& list) const;
