@@ -46,8 +46,9 @@ namespace shardwright {
 
 enum class Direction : uint8_t { kSend, kReceive };
 
-// Returns the part of a message's range that is sent in round `round` of `rounds`. The lengths of parts differ by at
-// most 1. Example: rounds 0, 1 and 2 of 3 send [0, 2), [2, 5) and [5, 8) of [0, 8).
+// Returns the part of a message's range that is sent in round `round` of `rounds`, counted from 0. The lengths of parts
+// differ by at most 1, so some are empty if there are more rounds than elements. Example: rounds 0, 1 and 2 of 3 send
+// [0, 2), [2, 5) and [5, 8) of [0, 8).
 Interval in_round(Interval range, int64_t round, int64_t rounds);
 
 class Exchange {
@@ -88,10 +89,10 @@ class Exchange {
 
   // ---- Messages, by ascending peer, one per peer, none empty
 
-  // Return the messages that a rank sends or receives.
+  // Return the messages that a rank sends or receives: their numbers of elements, and the elements.
   virtual std::vector<MessageSize> message_sizes(Rank rank, Direction direction) const = 0;
   virtual std::vector<Message> messages(Rank rank, Direction direction) const = 0;
-  // Returns the elements that a rank has before and needs after; nullopt if it is not on both meshes.
+  // Returns the elements that a rank has before and needs after, possibly none; nullopt if it is not on both meshes.
   std::optional<Selection> kept(Rank rank) const;
 
   // ---- Local tensors, before the exchange (kSend) and after it (kReceive)

@@ -29,6 +29,7 @@ struct Window {
 // The parts of a layout, and the ranks that hold each part.
 class Grid {
  public:
+  // Throws InvariantError if the layout has partials.
   explicit Grid(const Layout& layout);
   // The grid of a box of the tensor, as if the box were a tensor of its own. Dim i of the grid is windows[i]. Every
   // tensor dim must be in exactly one window. Throws InvariantError if the layout has partials.
@@ -87,7 +88,8 @@ class Grid {
 //   of_dst(1)    {shard 0, elements 2, before 0, index 1} {shard 1, elements 2, before 2, index 0}
 class ShardOverlaps {
  public:
-  // `src` and `dst` are Grid::lists() of the two grids. Throws InvariantError if shards of `src` overlap.
+  // `src` and `dst` are Grid::lists() of the two grids for the tensor dim. Shards of `src` must not overlap; throws
+  // InvariantError where it finds that they do.
   ShardOverlaps(const std::vector<IntervalList>& src, const std::vector<IntervalList>& dst);
 
   // An entry in the list of a shard: a shard of the other grid that has indices in common with it.

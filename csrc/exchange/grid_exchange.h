@@ -52,11 +52,13 @@ class GridExchange final : public Exchange {
   // InvariantError unless it is above 0.
   GridExchange(const Layout& src, const Layout& dst, ReplicaPolicy policy, int64_t ranks_per_node = 0);
   // Makes the exchange of two grids with equal dims, which may be boxes of tensors with different shapes. The replica
-  // `first_sender` of a part sends the first range of the queue; the next replicas follow in cyclic order.
+  // `first_sender` of a part, modulo the number of replicas, sends the first range of the queue; the next replicas
+  // follow in cyclic order. Throws InvariantError if the numbers of dims differ, and on `policy` as above.
   GridExchange(Grid src, Grid dst, int64_t item_bytes, ReplicaPolicy policy, int64_t first_sender = 0,
                int64_t ranks_per_node = 0);
 
-  // Returns this exchange with another policy. Both exchanges share the data that does not depend on the policy.
+  // Returns this exchange with another policy, which is checked as in the constructors. Both exchanges share the data
+  // that does not depend on the policy.
   GridExchange with_policy(ReplicaPolicy policy, int64_t ranks_per_node = 0) const;
 
   ReplicaPolicy policy() const { return policy_; }
@@ -92,14 +94,16 @@ class GridExchange final : public Exchange {
   // Returns the messages of a rank by ascending peer, one per peer, none empty.
   std::vector<PeerRange> ranges(Rank rank, Direction direction) const;
 
-  // Returns the length of the longest range, in elements. With kEvenBytes the busiest sender sends this many.
+  // Returns the length of the longest range, in elements; 1 if nothing is sent. With kEvenBytes the busiest sender
+  // sends this many.
   int64_t largest_quota() const { return geometry_->quota; }
 
-  // Returns the number of pairs of a part of the source and a rank that needs some of its elements. This is an upper
-  // bound on the number of messages of all ranks together, unless messages are split.
+  // Returns the number of pairs of a part of the source and a rank that needs some of its elements, even if the rank
+  // holds them; at most 2^60. This is an upper bound on the number of messages of all ranks together, unless messages
+  // are split.
   int64_t num_overlaps() const;
 
-  // The bytes that a rank exchanges with ranks of its own node. Only with ReplicaPolicy::kNodeLocal.
+  // The bytes that a rank exchanges with ranks of its own node. With policies other than kNodeLocal always 0.
   struct NodeTraffic {
     int64_t received_bytes = 0;
     int64_t sent_bytes = 0;
@@ -175,7 +179,7 @@ class GridExchange final : public Exchange {
 
   // Returns a section. Section num_sections(queue) begins at the end of the queue and has no elements.
   Section section(const Queue& queue, int64_t section_index) const;
-  // Returns the index of the first section that this sender or a later one serves.
+  // Returns the index of the first section that this sender or a later one serves; num_sections(queue) if none.
   int64_t first_served(const Queue& queue, int64_t sender_index) const;
   // Returns one more than the index of the last section that the sender serves; first_served() if it serves none.
   int64_t end_served(const Queue& queue, int64_t sender_index) const;

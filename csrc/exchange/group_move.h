@@ -41,8 +41,8 @@ struct GroupMove {
   KnownParts needed;
 };
 
-// Returns true if `receiver` reads the part of `sender` from `sender` and not from another replica. Both are in one
-// group.
+// Returns true if `receiver` reads the part of `sender` from `sender` and not from another replica. Both are positions
+// in one group and may be equal; then returns true.
 bool reads_from(const Layout& before, MeshDimSet group_dims, int64_t sender, int64_t receiver);
 
 }  // namespace shardwright

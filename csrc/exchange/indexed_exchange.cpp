@@ -163,7 +163,7 @@ class IndexedExchange::AxisShares {
     assign_to(request, best, request.interval);
   }
 
-  // Divides a request among the shards that send least, so that their ranks then send equally much. Example: 10
+  // Divides a request among the shards that send least so far, so that their ranks then send equally much. Example: 10
   // elements that three shards of one rank each have, which send 4, 0 and 9 elements so far. The first two send 3 and 7
   // of them, so that each has sent 7. The third sends none.
   void divide(const Request& request) {

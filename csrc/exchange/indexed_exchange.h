@@ -39,13 +39,15 @@ namespace shardwright {
 class IndexedExchange final : public Exchange {
  public:
   // The layouts must describe the same tensor. On one mesh, the pending reductions must be equal on both sides; between
-  // two meshes there must be none. Otherwise throws InvariantError. Throws UserError if a flattened part has more than
-  // CutRule::kMaxRuns runs (a repeating block counts once), or if all parts together have more than 2^24 runs on an
-  // axis: runs in samples if all parts of the axis ascend, otherwise all runs.
+  // two meshes there must be none. `policy` must be kWholeMessages or kEvenBytes. Throws InvariantError on other
+  // layouts and on kAligned. Throws UserError if a flattened part has more than CutRule::kMaxRuns runs (a repeating
+  // block counts once), or if all parts together have more than 2^24 runs on an axis. Only runs in samples count for
+  // this limit if all parts of the axis ascend.
   IndexedExchange(const Layout& src, const Layout& dst, ReplicaPolicy policy);
 
   // Makes the exchange of two grids with equally many axes, where every element of the destination is on some shard of
-  // the source.
+  // the source. Throws InvariantError if the numbers of axes differ, and on kAligned; throws UserError on the limit of
+  // 2^24 runs.
   IndexedExchange(AxisGrids grids, int64_t item_bytes, ReplicaPolicy policy);
 
   const std::vector<Rank>& ranks() const override { return ranks_; }

@@ -33,10 +33,13 @@ namespace shardwright {
 
 class MeshExchange final : public Exchange {
  public:
-  // Maximum size of a group with shared sending, which visits every pair.
+  // Maximum size of a group with shared sending, which visits every pair. Callers must keep to it; it is not checked.
   static constexpr int64_t kMaxSharingGroup = 64;
 
-  // The layouts must be on one mesh and outlive the exchange. Messages are sent in `rounds` rounds.
+  // The layouts must be on one mesh and outlive the exchange. `policy` must not be kNodeLocal. A rank exchanges
+  // messages only with ranks that differ from it in `group_dims` alone, in `rounds` rounds. Counts by position are
+  // right only if `group_dims` has all mesh dims by which the layouts cut differently. The inherited traffic() and
+  // maxima() count the rounds of their own argument.
   MeshExchange(const Layout& before, const Layout& after, MeshDimSet group_dims,
                ReplicaPolicy policy = ReplicaPolicy::kAligned, int64_t rounds = 1);
 
@@ -59,9 +62,9 @@ class MeshExchange final : public Exchange {
   int64_t num_needed(int64_t position) const { return move_.needed.num_elements(position); }
   // Returns the number of messages that a rank sends in a reduce-scatter by messages (CountsByDim).
   int64_t reduce_scatter_messages(int64_t position) const { return counts_by_dim().reduce_scatter_messages(position); }
-  // Counts the members of a rank's group by the number of elements that they need. Does not visit members.
+  // Returns the number of members of a rank's group by the number of elements that they need. Does not visit members.
   std::map<int64_t, int64_t> members_by_need(int64_t position) const;
-  // Returns the number of elements that one member of a group sends another.
+  // Returns the number of elements that the member at position `from` of a group sends a different member.
   int64_t elements_between(int64_t from, int64_t to) const { return transfer(group(from), from, to).count(); }
   // Returns true if digits describe both layouts and replicas do not share the sending. Then all messages are equal
   // except for peers and offsets.
@@ -87,9 +90,10 @@ class MeshExchange final : public Exchange {
   // group_without_members() only `least` and `size`, in a time that does not depend on the size.
   Group& group(int64_t position) const;
   Group& group_without_members(int64_t position) const;
-  // Returns the number of the member at a position.
+  // Returns the number of the member at a position. `group` must be a result of group() that contains it.
   static size_t index_of(const Group& group, int64_t position);
-  // Returns the connected components of the members that exchange data. Visits every pair.
+  // Returns the connected components of the members that exchange data. Visits every pair. Here and in all_exchange(),
+  // group() must have been called for `group` before.
   const Components& components(Group& group) const;
   // Returns true if every member has elements for every other member.
   bool all_exchange(Group& group) const;
@@ -98,21 +102,23 @@ class MeshExchange final : public Exchange {
 
   // ---- Messages between members
 
-  // Returns the message from one member of a group to another. With shared sending, group() must have been called
-  // before. In a regular exchange whose elements are not contiguous, the offsets may be those of another pair.
+  // Returns the message from one member of a group to another, given by position; without elements if there is none.
+  // With shared sending, group() must have been called before. In a regular exchange whose elements are not contiguous,
+  // the offsets may be those of another pair.
   Transfer transfer(const Group& group, int64_t from, int64_t to) const;
   // Returns the message of all elements that one rank holds and another needs, as if `to` read them from `from` and
   // not from another replica. In a reduction this is the contribution of `from` to the part of `to`.
   Transfer full_transfer(int64_t from, int64_t to) const { return transfers_.between(from, to); }
   // Returns the extent of the elements that a rank holds before and needs after.
   Extent kept_extent(int64_t position) const { return transfers_.kept(position); }
-  // Returns one message that a rank sends or receives in a regular exchange. All others have the same sizes. The rank
-  // must send or receive one.
+  // Returns one message of a regular exchange, possibly of other ranks: all messages have the same sizes. The rank must
+  // send or receive one; otherwise throws InvariantError, unless a message is cached.
   const Transfer& any_transfer(int64_t position) const;
-  // Returns all messages that a rank sends or receives, by class.
+  // Returns all messages that a rank sends or receives, by class. With shared sending, each other member has a class of
+  // its own, whose message may have no elements.
   std::vector<MessageClass> message_classes(const Group& group, int64_t position, Direction direction) const;
-  // Returns the profile of a rank's messages (MessageClasses). Returns nullopt with several rounds, or if replicas
-  // share the sending.
+  // Returns the profile of a rank's messages. Returns nullopt with several rounds, if replicas share the sending, or
+  // where MessageClasses::profile() does.
   std::optional<std::vector<int>> profile(int64_t position) const;
 
  private:

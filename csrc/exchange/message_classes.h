@@ -32,10 +32,11 @@ class MessageClasses {
   MessageClasses(GroupMove& move, PartTransfers& transfers);
 
   // Returns all messages that a rank sends or receives, by class. A rank exchanges data with the members of its group
-  // that have its coordinates on the replica dims (group_move.h).
+  // that have its coordinates on the replica dims (group_move.h). The last class subtracts the elements that the rank
+  // keeps; its message has no elements if the rank keeps none.
   std::vector<MessageClass> of_rank(int64_t position, Direction direction);
-  // Returns the number of different parts of a tensor dim that members of the rank's group, the rank included, hold and
-  // that have indices which the rank needs.
+  // Returns the number of sources of a rank on a tensor dim: the different parts of the dim that have indices which the
+  // rank needs, out of the parts that the members of its group hold. The rank's own part counts too.
   int64_t num_sources(int tensor_dim, int64_t position);
   // Returns a rank's profile: one number for each tensor dim. If two ranks have equal profiles, their messages agree in
   // number, lengths and contiguity. Messages must be sent in one round. Returns nullopt if the mesh dims that cut a

@@ -28,10 +28,13 @@ struct Extent {
 class Transfer {
  public:
   Transfer() = default;  // no elements
+  // `rounds` has the extent of each round, with offsets relative to `whole`; null if one round sends all elements.
   Transfer(const Extent& whole, const std::vector<Extent>* rounds) : whole_(whole), rounds_(rounds) {}
   int64_t count() const { return whole_.count; }  // elements of all rounds
-  Extent in_round(int64_t round) const;           // of the elements that this round sends
-  bool is_contiguous_in_some_round() const;       // true if elements are contiguous in some round, on some side
+  // Returns the extent of the elements that this round sends. If a message is sent in several rounds or is a range of
+  // the common elements, offsets are only valid on a side on which the elements are contiguous.
+  Extent in_round(int64_t round) const;
+  bool is_contiguous_in_some_round() const;  // true if elements are contiguous in some round, on some side
 
  private:
   Extent whole_;
@@ -50,7 +53,8 @@ class PartTransfers {
 
   // Returns the extent of the elements that a rank holds before and needs after.
   Extent kept(int64_t position) { return common_extent(move_.held.of_rank(position), move_.needed.of_rank(position)); }
-  // Returns the message of all elements that one rank holds and another needs, or of a range of them in packed order.
+  // Returns the message of all elements that the rank at position `from` holds and the rank at `to` needs, or of a
+  // range of them in packed order.
   Transfer between(int64_t from, int64_t to, std::optional<Interval> range = std::nullopt);
   // Returns the message of all elements in both of two parts. `runs` has the common runs of each tensor dim.
   Transfer of_parts(const PartsOfRank& held, const PartsOfRank& needed, std::span<const SharedRuns> runs);

@@ -22,11 +22,12 @@ namespace shardwright {
 
 class SharedSending {
  public:
-  // `group` has the positions of the members. The policy is kWholeMessages or kEvenBytes.
+  // `group` has the positions of all members of one group. The policy must be kWholeMessages or kEvenBytes.
   SharedSending(const Layout& before, const Layout& after, MeshDimSet group_dims, ReplicaPolicy policy,
                 const std::vector<int64_t>& group);
 
-  // Returns the message from the `from`-th member to the `to`-th, as a range of the common elements in packed order.
+  // Returns the message from the `from`-th member to the `to`-th, as a range of the common elements in packed order;
+  // [0, 0) if there is none, also if `to` holds the sender's part itself.
   Interval range(size_t from, size_t to) const;
 
  private:
