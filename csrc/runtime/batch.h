@@ -19,11 +19,13 @@ namespace shardwright {
 // raises its error. On CPU a wait blocks the host; on devices with streams it makes the current stream wait.
 class BatchHandle {
  public:
+  // `token`: the tensor with which start_all has started the batch.
   BatchHandle(std::shared_ptr<Execution> execution, at::Tensor token);
 
   // Waits until no source is read any more.
   void wait_for_sources() const;
-  // Waits until this rank's part of a destination is complete.
+  // Waits until this rank's part of a destination is complete. `destination` is its index in the batch. This and the
+  // next function throw std::out_of_range for other numbers.
   void wait_for_destination(int destination) const;
   // Waits until this rank's part of a destination is complete, and this rank has sent all elements that it sends to the
   // destination's parts on other ranks.
@@ -61,7 +63,7 @@ class BoundBatch {
   // Returns the program for tensors with the strides and the device of `tensors`. The last program is cached.
   ExecutablePtr executable_for(const std::vector<at::Tensor>& tensors) const;
   // Compiles the program for tensors with the strides of `tensors`. `through_host`: true if the tensors are on a device
-  // and messages are in host memory. Throws c10::ValueError if a tensor has a wrong shape.
+  // and messages are in host memory. Throws c10::ValueError if a tensor has a wrong shape or is not strided.
   ExecutablePtr compile_for(const std::vector<at::Tensor>& tensors, bool through_host) const;
 
   std::shared_ptr<const BatchPlan> plan_;

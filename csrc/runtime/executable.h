@@ -28,7 +28,7 @@ struct Communication {
   std::string reduce_op;       // "sum", "max", ... if the step reduces; else empty
   std::vector<int> mesh_dims;  // the mesh dims in which the communicating ranks differ
   int64_t group_size = 0;      // number of ranks that communicate with each other
-  // For an all_to_all: the tensor dims that are sharded before the step and after it.
+  // The tensor dims that are sharded over mesh_dims before the step (gather_dim) and after it (shard_dim); 0: none.
   int64_t gather_dim = 0;
   int64_t shard_dim = 0;
 };
@@ -37,12 +37,13 @@ struct Communication {
 using Signature = std::vector<std::pair<std::string, std::string>>;
 
 // The object that a program was compiled from, such as a plan. Used only for errors, profiles and comparisons of ranks.
+// An origin without plans must override `title` and `ranks`.
 class Origin {
  public:
   virtual ~Origin() = default;
   virtual const char* kind() const = 0;         // "redistribute", "matmul", "attention" or "batch"
   virtual std::vector<Plan> plans() const = 0;  // empty for attention and batches
-  // Returns the title in profilers; by default the placements of the first plan.
+  // Returns the title in profilers; by default the kind and the placements of the first plan.
   virtual std::string title() const;
   // Returns the ranks that take part; by default those of the first plan.
   virtual std::vector<Rank> ranks() const;
@@ -57,7 +58,8 @@ class CompiledProgram {
   // Compiles a plan from its bytes. Throws UserError if they are not a plan, or if the rank is not on the mesh.
   static std::shared_ptr<const CompiledProgram> from_plan_bytes(const std::string& plan_bytes, Rank rank);
 
-  // Takes a program that was compiled from `plans`, the plans of `origin`.
+  // Takes a program that was compiled from `plans`, the plans of `origin`. There is at least one; the first one has the
+  // lowering.
   CompiledProgram(Program program, const std::vector<const Plan*>& plans, std::unique_ptr<Origin> origin, Rank rank);
 
   // Takes a program that was not compiled from plans. Its received bytes are counted from its transfers.
@@ -72,7 +74,7 @@ class CompiledProgram {
   // The capabilities of the transport that the program was compiled for.
   const Lowering& lowering() const { return lowering_; }
 
-  // True if the result is the input itself, so that nothing has to run.
+  // True if the result is the input itself, so that nothing has to run. The program must have an output.
   bool returns_input() const { return program_.is_input(program_.outputs[0].buffer); }
   // True if this rank communicates.
   bool communicates() const { return last_communication_ >= 0; }
@@ -83,19 +85,20 @@ class CompiledProgram {
   // True if the tensor is sent as bytes, because process groups do not support its dtype.
   bool is_sent_as_bytes() const { return is_sent_as_bytes_; }
 
-  // Returns the precomputed StridedCopy of a Copy instruction; null if the copy casts, or is between host and device.
+  // Returns the precomputed StridedCopy of a Copy instruction; null if the copy casts, or is between host and device,
+  // and for other instructions.
   const StridedCopy* strided_copy(int instruction) const {
     const std::optional<StridedCopy>& prepared = copies_[instruction];
     return prepared ? &*prepared : nullptr;
   }
   // Returns the index of the last compute instruction or Wait after which a transfer must run (order_of_transfers in
-  // program/order.h); negative if there is none.
+  // program/order.h); negative if there is none. Only if lowering().is_on_device.
   int predecessor_of(int transfer) const { return predecessors_[transfer]; }
-  // True if some transfer must run after this compute instruction or Wait.
+  // True if this instruction is the predecessor of a transfer; always false unless lowering().is_on_device.
   bool is_predecessor(int instruction) const { return is_predecessor_[instruction]; }
 
-  // The index of the product that waits for flags (Gemm::flags); -1 if there is none. Then flagged_result, the buffer
-  // of its result, is kMissingBuffer.
+  // The index of the product that waits for flags (Gemm::flags); -1 if there is none. flagged_result is the buffer of
+  // its result; kMissingBuffer if there is no such product.
   int flagged_product() const { return flagged_product_; }
   BufferId flagged_result() const { return flagged_result_; }
 
@@ -106,7 +109,7 @@ class CompiledProgram {
   // One past the index of the last transfer that is before the first Wait; 0 if there is no such transfer. In a program
   // without a Wait, one past the index of its last transfer.
   int end_of_first_transfers() const { return end_of_first_transfers_; }
-  // One past the index of the last instruction that reads an input, without the transfers before the first Wait; 0 if
+  // One past the index of the last instruction that reads an input, not counting transfers before the first Wait; 0 if
   // there is no such instruction.
   int end_of_input_reads() const { return end_of_input_reads_; }
   // One past the index of the last native collective (a transfer that is not an exchange); 0 if there is none. Process
@@ -122,11 +125,12 @@ class CompiledProgram {
   // rank 2 has elements 4 and 5, so the offset is 4.
   std::optional<int64_t> offset_of_input() const { return offset_of_input_; }
 
-  // Throws c10::ValueError for the first input or destination with a wrong shape, dtype or device. `tensors` are the
-  // inputs, then the destinations. The tensors for buffers of the program's own dtype may have any dtype of the same
-  // size, but all of them must have the same dtype.
+  // Throws c10::ValueError for a wrong number of tensors, and for the first tensor that is a subclass or not strided,
+  // or has a wrong shape, dtype or device. `tensors` are the inputs, then the destinations. The tensors for buffers of
+  // the program's own dtype may have any dtype of the same size, but all of them must have the same dtype.
   void check_tensors(c10::ArrayRef<at::Tensor> tensors) const;
-  // Returns the options of the buffers of the program's own dtype in a run on these tensors.
+  // Returns the options of the buffers of the program's own dtype in a run on these tensors; without tensors, those of
+  // CPU tensors.
   at::TensorOptions own_options(c10::ArrayRef<at::Tensor> tensors) const;
   // Returns the options of a buffer. `own`: the result of own_options.
   at::TensorOptions options_of(int buffer, const at::TensorOptions& own) const {
@@ -166,8 +170,9 @@ class CompiledProgram {
 // alive.
 class Executable {
  public:
-  // `groups`: one group per entry of program().groups, with the same ranks in the same order. Throws UserError
-  // otherwise.
+  // `groups`: one group per entry of program().groups, with the same ranks in the same order. Throws UserError if the
+  // number of groups, the size of a group or this rank's index in it is wrong; the other ranks of a group are not
+  // compared.
   Executable(std::shared_ptr<const CompiledProgram> compiled, std::vector<RankGroupPtr> groups);
 
   const CompiledProgram& compiled() const { return *compiled_; }
@@ -178,15 +183,16 @@ class Executable {
   // The groups in the order of program().groups.
   const std::vector<RankGroupPtr>& groups() const { return groups_; }
 
-  // Connects the groups, in their order, at the first call for a device (Transport::connect). All ranks of the groups
-  // must call it. Throws c10::Error if transfers cannot start now: in an open NCCL group, or in a capture on groups
-  // that are not connected.
+  // Connects the groups, in their order, at the first call for a device (Transport::connect). Does nothing on CPU and
+  // for Gloo. All ranks of the groups must call it. Throws UserError if a group was destroyed, and c10::Error if
+  // transfers cannot start now: in an open NCCL group, or in a capture on groups that are not connected.
   void connect(const at::Device& device) const;
   // True if a run on this device must copy its tensors to host memory, because the groups (Gloo) transfer CPU tensors
   // only and the program does not stage them itself.
   bool goes_through_host(const at::Device& device) const;
 
-  // Returns the steps that communicate, in order; equal on all ranks.
+  // Returns the steps that communicate, in order; equal on all ranks. Empty for attention and batches, which have no
+  // plans.
   std::vector<Communication> communications() const;
   // Returns the ranks of the mesh in row-major order; with two meshes, the ranks of both in ascending order.
   std::vector<Rank> mesh_ranks() const;

@@ -32,8 +32,9 @@ namespace shardwright {
 
 class Execution {
  public:
-  // `tensors` are the program's inputs, then its destinations. The current stream becomes the home stream. On devices
-  // with streams, transfers run on a side stream if `uses_side_stream`, else on the home stream.
+  // `tensors` are the program's inputs, then its destinations, and pass CompiledProgram::check_tensors. The current
+  // stream becomes the home stream. On devices with streams, transfers run on a side stream if `uses_side_stream`, else
+  // on the home stream. Throws UserError if a group was destroyed, or as check_flags does.
   Execution(ExecutablePtr executable, c10::ArrayRef<at::Tensor> tensors, bool uses_side_stream);
   // Transfers may still be under way on the device; their memory is not reused before they are done.
   ~Execution();
@@ -68,7 +69,7 @@ class Execution {
   // True once every instruction has run or one has failed. The device may still execute the work that they submitted;
   // see is_done.
   bool finished() const { return next_ == num_instructions_; }
-  // True once every transfer of the program has been started.
+  // True once every transfer of the program has been started, or an instruction has failed.
   bool all_transfers_started() const { return next_ > compiled_.last_communication(); }
   // True once an instruction has failed. Takes no lock: the caller may hold the GIL, and a thread that runs an
   // instruction may need the GIL to free a tensor.
@@ -77,17 +78,18 @@ class Execution {
   // finished.
   void release();
 
-  // Submits all remaining instructions to SideStream::kCompletion, so that the caller's stream can continue. Only for
-  // devices with streams.
+  // Submits all remaining instructions to SideStream::kCompletion, so that the caller's stream can continue. Raises the
+  // error of an instruction that fails. Only for devices with streams.
   void submit_completion();
-  // Makes the current stream wait for the end of the program, after submit_completion. Throws c10::Error as
-  // check_capture does. Any thread may call it, any number of times.
+  // Makes the current stream wait for the end of the program, after submit_completion. Raises the error of an
+  // instruction that failed, and c10::Error as check_capture does. Any thread may call it, any number of times.
   void wait_for_end();
   // Waits for the instructions with indices below `instruction`. Before submit_completion, the host waits. After it,
   // the current stream waits for the end of the step that contains the last of these instructions (ends_step); this
-  // needs a program with destinations.
+  // needs a program with destinations. Raises the same errors as wait_for_end.
   void wait_until(int instruction);
-  // Returns true once the device has finished the program.
+  // Returns true once the device has finished the program or an instruction has failed; before submit_completion, once
+  // finished().
   bool is_done() const;
   // Releases the buffers of a program that nobody will wait for. The allocator reuses their memory once the side
   // streams have passed the work submitted so far.
@@ -123,7 +125,7 @@ class Execution {
   // Returns the hints for a product that is submitted now: if transfers are under way, it leaves multiprocessors to
   // them.
   GemmHints gemm_hints() const;
-  // Stores and raises the error of a failed instruction. It names rank, step, group, plan and reason. Ends the run.
+  // Ends the run. Stores and raises a c10::DistBackendError that names rank, step, group, plan and reason.
   [[noreturn]] void fail(int index, const std::string& reason);
   // Returns " in the group of ranks (...)" for an instruction that communicates, for error messages; else "".
   std::string group_text(int index) const;

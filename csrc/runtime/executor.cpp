@@ -32,6 +32,7 @@ class ExecutionWork : public c10d::Work {
 
   bool isCompleted() override { return is_on_cpu() ? execution_->finished() : execution_->is_done(); }
   bool isSuccess() const override { return execution_->finished() && !execution_->failed(); }
+  // Ignores the timeout: the transfers have the timeout of their group. Returns true, or throws if the program failed.
   bool wait(std::chrono::milliseconds) override {
     synchronize();
     return true;
@@ -145,6 +146,7 @@ void check_out(const CompiledProgram& compiled, const at::Tensor& input, const a
 }
 
 // On CPU: runs the instructions before `until` on this thread, and leaves the later ones to the progress thread.
+// Exchanges are sent as messages.
 void start_on_host(const Executable& executable, const std::shared_ptr<Execution>& execution, int until) {
   // Dispatch modes of this thread must see all communications.
   if (c10::impl::TorchDispatchModeTLS::any_modes_set()) until = executable.compiled().last_communication() + 1;

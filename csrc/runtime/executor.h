@@ -6,8 +6,9 @@
 //   call                    thread
 //   synchronous             the calling thread
 //   asynchronous, streams   the calling thread, which submits all of them to the device before the call returns
-//   asynchronous, CPU       the calling thread up to the first Wait; then the progress thread (progress.h) and threads
-//                           that wait. The program finishes even if nobody waits
+//   asynchronous, CPU       the calling thread up to the first Wait, and up to the last native collective; then the
+//                           progress thread (progress.h) and threads that wait. The program finishes even if nobody
+//                           waits
 //
 // Order of collectives. Before a program starts its communications, all earlier programs that share a group with it (on
 // devices with streams: all earlier programs on the device) start all of theirs (issue_order.h). So on every rank, our
@@ -19,10 +20,10 @@
 // different ranks. So on CPU, asynchronous programs send exchanges as messages, which have no number, and an
 // asynchronous call returns only after it has started the program's native collectives.
 //
-// Inputs. After an asynchronous call on CPU the caller may write to its input, because the program has copied what it
-// still needs. On other devices the program packs and copies the input on the caller's stream, before the caller's next
-// work; but as with PyTorch's asynchronous collectives, a transfer that sends the input's own memory without packing
-// may still read it.
+// Inputs. After `start` with `input_may_change`, the caller may write to its input. On CPU the program has copied what
+// it still needs. On other devices the program packs and copies the input on the caller's stream, before the caller's
+// next work; but as with PyTorch's asynchronous collectives, a transfer that sends the input's own memory without
+// packing may still read it.
 //
 // Streams. A program computes on the caller's stream, its home stream. Asynchronous calls and programs with products
 // run transfers on the side stream for transfers (side_stream.h). Other programs run transfers on the home stream,
@@ -33,8 +34,8 @@
 // Memory is allocated on the home stream. It is freed once the home stream waits for all work that uses it. If nobody
 // waits, the allocator is told which streams use it.
 //
-// Failures. A transfer that fails or times out raises an error on this rank that names rank, plan, step and group. The
-// input is never written.
+// Failures. A transfer that fails or times out raises c10::DistBackendError on this rank, which names rank, plan, step
+// and group. The input is never written.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -52,21 +53,25 @@ namespace shardwright {
 class Execution;
 
 // Runs a program with one input and one output. The input may have any strides. Returns a new tensor, or `input` itself
-// if the program has nothing to do. Throws c10::ValueError, before anything is sent, if the input has another shape or
-// element size than the program's.
+// if the program has nothing to do. On devices with streams the host does not wait; the output is ready for work on the
+// current stream. Throws c10::ValueError, before anything is sent, if the input is not a plain strided tensor or has
+// another shape or element size than the program's; UserError if a group was destroyed; and c10::DistBackendError if an
+// instruction fails. The other functions that run or start a program throw the same errors; after a start, a wait
+// raises later errors.
 at::Tensor run(const ExecutablePtr& executable, const at::Tensor& input);
 
 // Like `run`, but writes to `out`, which must be contiguous and have the output's shape and the input's dtype and
 // device. `out` must not share memory with the input, except in a gather in place: there the input is the part of `out`
-// that holds the same elements afterwards (CompiledProgram::offset_of_input). Throws c10::ValueError otherwise.
+// that holds the same elements afterwards (CompiledProgram::offset_of_input). Throws c10::ValueError otherwise. Copies
+// the input to `out` if the program has nothing to do.
 void run_into(const ExecutablePtr& executable, const at::Tensor& input, const at::Tensor& out);
 
 // Throws c10::ValueError if `out` does not meet the requirements of run_into.
 void check_out(const ExecutablePtr& executable, const at::Tensor& input, const at::Tensor& out);
 
 // Runs a program with any number of inputs, destinations and outputs, and returns the outputs. `tensors` are the
-// inputs, then the destinations. Destinations must not share memory with each other or with inputs. Transfers overlap
-// with compute.
+// inputs, then the destinations. Destinations must not share memory with each other or with inputs; this is not
+// checked. Transfers overlap with compute.
 std::vector<at::Tensor> run_all(const ExecutablePtr& executable, c10::ArrayRef<at::Tensor> tensors);
 
 // Starts a program without outputs, such as a batch. Returns once the first transfers are under way, or once the
@@ -82,8 +87,8 @@ std::shared_ptr<Execution> start_all(const ExecutablePtr& executable, c10::Array
 std::pair<at::Tensor, WorkPtr> start(const ExecutablePtr& executable, const at::Tensor& input,
                                      bool input_may_change = true);
 
-// Like `start`, but writes to `out`, with the requirements of `run_into`. The caller must not write to `input` before
-// the Work is done.
+// Like `start`, but writes to `out`, with the requirements of `run_into`, and returns only the Work, or null if `out`
+// is complete already. The caller must not write to `input` before the Work is done.
 WorkPtr start_into(const ExecutablePtr& executable, const at::Tensor& input, const at::Tensor& out);
 
 // Counts since the start of the process or the last reset.

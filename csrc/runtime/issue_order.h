@@ -42,9 +42,11 @@ class IssueOrder {
 
   // Makes the earlier programs start all their transfers. Then calls `start`, which starts some transfers of `run` on
   // the current stream or on side streams. The remaining transfers of `run` start before those of later programs.
+  // Raises the error of an earlier program that fails meanwhile, without calling `start`; so do the other public
+  // functions.
   void issue(const std::shared_ptr<Execution>& run, const std::function<void()>& start);
 
-  // Like `issue`, for the IssueOrders of all these groups.
+  // Like `issue`, in the IssueOrders of all these groups on CPU.
   static void issue_on(c10::ArrayRef<RankGroupPtr> groups, const std::shared_ptr<Execution>& run,
                        const std::function<void()>& start);
 
@@ -67,7 +69,7 @@ class IssueOrder {
     c10::weak_intrusive_ptr<c10::TensorImpl> output;
   };
 
-  // Makes `stream` wait for the last run of `issue`, if its caller's stream was not the current one.
+  // Makes `stream` wait for the last run of `issue`, unless that run's caller used the stream that is current now.
   void wait_for_last_run(c10::Stream stream);
   // Makes `stream` wait for all runs of issue_asynchronous so far.
   void wait_for_asynchronous_runs(c10::Stream stream);
@@ -88,7 +90,7 @@ class IssueOrder {
   bool has_several_streams_ = false;  // callers have used different streams
 };
 
-// Returns the IssueOrder of a device with streams.
+// Returns the IssueOrder of a device with streams; `device` must have an index.
 IssueOrder& issue_order_of(const at::Device& device);
 // Returns the IssueOrder of a group on CPU.
 IssueOrder& issue_order_of(const RankGroup& group);

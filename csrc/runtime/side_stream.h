@@ -20,7 +20,8 @@ enum class SideStream : uint8_t {
   kCompletion,  // runs the remaining instructions of asynchronous programs, so that the caller's stream can continue
 };
 
-// Returns a side stream of a device. It has high priority. `device` must not be the CPU.
+// Returns a side stream of a device, the same one in every call. It has high priority. `device` must have an index, and
+// must not be the CPU.
 c10::Stream side_stream(c10::Device device, SideStream which);
 
 // A device event, without a timestamp, that marks the end of the work that was submitted to a stream before. Device
@@ -70,13 +71,13 @@ void wait_for(const StreamEvent& event, c10::Device device);
 // Returns a new event, recorded on the current stream, with a timestamp if `with_time`.
 c10::Event record_event(c10::Device device, bool with_time);
 
-// True if a graph is being captured on a stream. False on CPU.
+// True if a graph is being captured on a stream. False on CPU, and before torch 2.15 on devices without a CaptureQuery.
 bool is_capturing(c10::Stream stream);
 // True if a graph is being captured on the current stream of a device. For a device without an index: on the current
 // stream of any device of its type that has a context.
 bool is_capturing(c10::Device device);
 
-// Computes is_capturing for one type of device. Needed before torch 2.15, whose c10 reports it.
+// Computes is_capturing for one type of device. Needed before torch 2.15; from then on c10 reports captures.
 using CaptureQuery = bool (*)(c10::Stream stream);
 // Registers the query of a type of device. Returns true.
 bool register_capture_query(c10::DeviceType device, CaptureQuery query);

@@ -27,11 +27,12 @@ struct TraceEvent {
 bool is_tracing();
 // Begins a trace. Discards the events of a trace that was not ended.
 void begin_trace();
-// Ends the trace and returns its events. Waits until GPUs have finished the recorded instructions. Transfers that
-// nobody has waited for are left out.
+// Ends the trace and returns its events; none without a trace. Waits until GPUs have finished the recorded
+// instructions. Transfers that nobody has waited for are left out.
 std::vector<TraceEvent> end_trace();
 
-// Measures one instruction, from the construction to stop() or stop_at(). Does nothing without a trace.
+// Measures one instruction, from the construction to stop() or stop_at(). Does nothing without a trace. A span whose
+// trace has ended before is left out. The constructor's arguments are fields of TraceEvent.
 class TraceSpan {
  public:
   TraceSpan() = default;
@@ -41,7 +42,8 @@ class TraceSpan {
   void stop();
   // Makes the time of a device event the start of the instruction.
   void start_at(c10::Event event) { device_start_ = std::make_shared<c10::Event>(std::move(event)); }
-  // Makes the time of a device event the end of the instruction, and adds the instruction to the trace.
+  // Makes the time of a device event the end of the instruction, and adds the instruction to the trace. Call start_at
+  // before.
   void stop_at(c10::Event event);
 
  private:

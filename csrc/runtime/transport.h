@@ -66,14 +66,16 @@ class Transport {
   virtual WorkPtr all_to_all(at::Tensor& output, at::Tensor& input, std::vector<int64_t> output_counts,
                              std::vector<int64_t> input_counts) = 0;
   // Sends and receives messages, at least one. Messages between two ranks are matched by their order, and only with
-  // messages of this method, so other uses of the group do not interfere. Ranks without messages need not call it.
+  // messages of this method, so other uses of the group do not interfere. Ranks without messages need not call it. May
+  // remove messages from both lists.
   virtual std::vector<WorkPtr> send_receive(std::vector<Message>& sends, std::vector<Message>& receives) = 0;
 
   // The next three functions are for products that wait for flags: an all-gather in two halves, `offer` and `fetch`
   // (Offer and Fetch in program/instructions.h). Few transports support it.
   //
   // Returns the reason why this transport does not support `offer` and `fetch` on a device for parts of this many
-  // bytes, or nullopt if it does. Call them only if it does, and start no other transfer between them.
+  // bytes, or nullopt if it does. Call `offer` and `fetch` only if it does, and start no other transfer between the two
+  // calls.
   virtual std::optional<std::string> why_no_offers(c10::Device /*device*/, int64_t /*part_bytes*/) const {
     return "the process group has no arenas; make them with shardwright.prepare(peer_arena_bytes=...)";
   }
@@ -81,9 +83,10 @@ class Transport {
   virtual void offer(const at::Tensor& /*input*/) {
     check_invariant(false, "the transport does not support Offer and Fetch");
   }
-  // Starts the second half: copies the parts of the other ranks to `output`, and sets the flag of each chunk after the
-  // chunk's data. This rank's own part must be in `output` already; its flags are set first. Uses no multiprocessor,
-  // because the product that waits for the flags may occupy all of them.
+  // Starts the second half: copies the parts of the other ranks to `output`, and sets the flag of each chunk to 1 after
+  // the chunk's data. `flags` are uint32 zeros, one for each of the equal chunks of `output`, and equally many for each
+  // rank. This rank's own part must be in `output` already; its flags are set first. Uses no multiprocessor, because
+  // the product that waits for the flags may occupy all of them.
   virtual void fetch(at::Tensor& /*output*/, const at::Tensor& /*flags*/) {
     check_invariant(false, "the transport does not support Offer and Fetch");
   }
