@@ -13,8 +13,8 @@ namespace shardwright {
 // Makes `tensor` an arena view: from now on its storage is the bytes of `arena` from `offset_bytes` on. This also
 // applies to all views of `tensor`, including those that autograd has saved. Version counters do not change, and the
 // previous content is not copied. The arena lives as long as one of its views. Throws c10::ValueError unless `tensor`
-// is contiguous, begins its storage, and fits into the arena at that offset, and `arena` is flat, of dtype uint8 and on
-// the same device.
+// is contiguous, begins its storage and fits into the arena at that offset, `offset_bytes` is a multiple of the
+// tensor's element size, and `arena` is contiguous, of dtype uint8 and on the same device.
 void view_arena(const at::Tensor& tensor, const at::Tensor& arena, int64_t offset_bytes);
 
 // If `tensor` is an arena view, returns a tensor of the same elements whose storage is the whole arena; otherwise

@@ -31,7 +31,8 @@ void attend(const Attend& attend, const Buffers& buffers);
 void attend_backward(const AttendBackward& attend, const Buffers& buffers);
 
 // Merges the partial result `right` into `left`, row by row: results are averaged with weights exp(lse). On CPU every
-// row is merged by scalar functions in one order, so the bits of a row depend on that row alone. For example:
+// row is merged by scalar functions in one order, so the bits of a row depend on that row alone. A row that sees no key
+// on either side keeps zeros and an lse of minus infinity. For example:
 //
 //   left     out 2, lse log(1)   weight 1
 //   right    out 8, lse log(3)   weight 3

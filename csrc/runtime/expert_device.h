@@ -27,7 +27,8 @@ struct DevicePlacement {
   at::Tensor target_of;  // [replicas + 1]: the rank of each code; num_ranks for code 0
 };
 
-// Like choose_replicas without nodes. `expert_ids`: [tokens, per token], int64. Returns codes of the same shape.
+// Like choose_replicas without nodes. `expert_ids`: [tokens, per token], int64. `rank`: this rank in the group. Returns
+// codes of the same shape.
 at::Tensor choose_replicas_on_device(const DevicePlacement& placement, const at::Tensor& expert_ids, int rank);
 
 // Like RowRoutes, but with rows_per_rank rows for each rank. Unused rows and entries are -1.
@@ -37,20 +38,20 @@ struct DeviceRoutes {
   at::Tensor dropped;        // [], int64: number of codes without a row, because the rows of their rank are full
 };
 
-// Like route_rows, with exactly `rows_per_rank` rows for every rank. Once the rows of a rank are full, later tokens get
-// no row there.
+// Like route_rows, with exactly `rows_per_rank` rows for every rank. `codes`: [tokens, per token], int32. Once the rows
+// of a rank are full, later tokens get no row there.
 DeviceRoutes route_rows_on_device(const DevicePlacement& placement, const at::Tensor& codes, int64_t rows_per_rank);
 
 // Like Expansion, but with a fixed number of pairs.
 struct DeviceExpansion {
   at::Tensor pairs;    // [max_pairs], -1 after the last pair
   at::Tensor copies;   // [rows, codes per row]: index into `pairs`, or -1
-  at::Tensor counts;   // [num_local]: number of copies for each local expert
+  at::Tensor counts;   // [num_local]: number of copies that are kept for each local expert
   at::Tensor dropped;  // []: number of copies beyond the capacity
 };
 
-// Like expand_rows, but keeps only the first `capacity` copies for each expert. `max_pairs` must be at least the number
-// of copies that are kept.
+// Like expand_rows, but keeps only the first `capacity` copies for each expert. `codes`: [rows, codes per row], int32;
+// `origins`: [rows], int64. `max_pairs` must be at least the number of copies that are kept.
 DeviceExpansion expand_rows_on_device(const at::Tensor& codes, int64_t first_replica, int64_t num_local,
                                       const std::optional<at::Tensor>& origins, int64_t capacity, int64_t max_pairs);
 

@@ -16,7 +16,7 @@
 namespace shardwright {
 namespace {
 
-// Alignment in bytes of records and their parts, so that any dtype can be read there.
+// Alignment in bytes of each part in a record of several parts, so that any dtype can be read there.
 constexpr int64_t kPartAlignment = 16;
 
 // Rounds up to a multiple of kPartAlignment.
@@ -66,7 +66,7 @@ class Records {
     return_staging(memory);
   }
 
-  // Returns a view of part `index` of all records, in the dtype of that part.
+  // Returns a view of part `index` of all records, in the dtype of that part; a new tensor if the view would be empty.
   at::Tensor part(size_t index) const {
     int64_t offset = 0;
     for (size_t i = 0; i < index; ++i) offset += aligned(width_bytes(parts_[i]));

@@ -21,9 +21,9 @@ namespace shardwright {
 // The experts on each rank of a group. An expert may be on several ranks. Immutable.
 class ExpertPlacement {
  public:
-  // experts_of_rank[r]: the experts of rank r of the group, in that rank's order; may be empty. Throws UserError if an
-  // expert is on no rank, is out of range, or is listed twice for one rank. Memory is linear in the number of listed
-  // experts.
+  // experts_of_rank[r]: the experts of rank r of the group, in that rank's order; may be empty. Throws UserError if
+  // there is no expert, or if an expert is on no rank, is out of range, or is listed twice for one rank. Memory is
+  // linear in the number of listed experts.
   ExpertPlacement(int64_t num_experts, const std::vector<std::vector<int64_t>>& experts_of_rank);
 
   int64_t num_experts() const { return static_cast<int64_t>(begin_of_expert_.size()) - 1; }
@@ -76,12 +76,12 @@ struct PerToken {
 std::vector<int32_t> choose_replicas(const ExpertPlacement& placement, PerToken<int64_t> expert_ids, int rank,
                                      std::span<const int32_t> node_of_rank);
 
-// Returns the number of codes for each replica.
+// Returns the number of codes for each replica; code 0 is not counted.
 std::vector<int64_t> count_by_replica(std::span<const int32_t> codes, int64_t num_replicas);
 
-// Limits the number of tokens of each replica to `capacity`, of which the replica has taken[replica] already. Sets the
-// codes of further tokens to 0, and returns the number of these codes. For example, codes 1, 1, 2 with taken 1, 0, ...
-// and capacity 2 become 1, 0, 2, and the result is 1.
+// Limits the number of tokens of each replica to `capacity`, of which the replica has taken[replica] already. Sets
+// further codes, in the order of `codes`, to 0 and returns their number. For example, codes 1, 1, 2 with taken 1, 0,
+// ... and capacity 2 become 1, 0, 2, and the result is 1.
 int64_t drop_beyond_capacity(std::span<int32_t> codes, std::vector<int64_t> taken, int64_t capacity);
 
 // The rows that a rank sends. A row is the data of one token for one receiving rank.

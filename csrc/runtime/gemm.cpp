@@ -23,13 +23,13 @@ DeviceGemms& device_gemms(at::DeviceType device) {
   return gemms[static_cast<size_t>(device)];
 }
 
-// Returns the value of sm_carveout().
+// Returns the variable that stores sm_carveout().
 std::atomic<int>& sm_carveout_setting() {
   static std::atomic<int> sms{0};
   return sms;
 }
 
-// Returns the value of fast_accumulation().
+// Returns the variable that stores fast_accumulation().
 std::atomic<bool>& fast_accumulation_setting() {
   static std::atomic<bool> is_fast{false};
   return is_fast;
@@ -95,7 +95,7 @@ void check_scaled_dtypes(const at::Tensor& lhs, const at::Tensor& rhs, const at:
 
 // Returns the reason why a matrix is not aligned for scaled products; nothing if it is. A line is a row or a column
 // whose elements are consecutive: the matrix has `num_lines` lines of `size` elements. `count` matrices are
-// `batch_stride` elements apart.
+// `batch_stride` elements apart. `offset` and `line_stride` are in elements, too.
 std::optional<std::string> why_not_aligned(const char* name, const at::Tensor& buffer, int64_t offset, int64_t size,
                                            int64_t num_lines, int64_t line_stride, int64_t count,
                                            int64_t batch_stride) {

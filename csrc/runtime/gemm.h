@@ -34,9 +34,10 @@ bool fast_accumulation();
 // Sets the result of fast_accumulation.
 void set_fast_accumulation(bool is_fast);
 
-// Computes dst = lhs x rhs + bias, or dst += lhs x rhs (Gemm::accumulates). The buffers are flat tensors on one device;
-// `bias` may be undefined if the product has none. lhs and rhs have one floating dtype. dst has the same dtype, or
-// float32 for 16-bit operands, so that partial sums are not rounded.
+// Computes dst = lhs x rhs + bias, or dst += lhs x rhs (Gemm::accumulates). If k is 0, dst becomes the bias or zeros,
+// or stays as it is if the product accumulates. The buffers are flat tensors on one device; `bias` may be undefined if
+// the product has none. lhs and rhs have one floating dtype. dst has the same dtype, or float32 for 16-bit operands, so
+// that partial sums are not rounded.
 void multiply(const Gemm& gemm, const at::Tensor& lhs, const at::Tensor& rhs, at::Tensor& dst, const at::Tensor& bias,
               const GemmHints& hints = {});
 

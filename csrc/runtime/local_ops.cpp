@@ -30,7 +30,8 @@ namespace {
 // in cache.
 constexpr int64_t kBlock = 2048;
 
-// Reduces parts of n elements each into dst, block by block, and divides by `divisor` unless Item is an integer.
+// Reduces parts, at least one, of n elements each into dst, block by block, and divides by `divisor` unless Item is an
+// integer.
 template <typename Item, typename Accumulator, typename Combine>
 void reduce_blocks(const std::vector<const Item*>& parts, int64_t n, double divisor, Item* dst,
                    const Combine& combine) {

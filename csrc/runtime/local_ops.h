@@ -23,12 +23,13 @@ void run_divided(const StridedCopy& copy, double divisor, const at::Tensor& src,
 
 // Computes `run` on one type of device, in a separate file that is built only if the device's toolkit is installed.
 using DeviceCopy = void (*)(const StridedCopy& copy, const at::Tensor& src, at::Tensor& dst);
-// Registers the copy of a type of device. Returns true. Without one, copy_with_aten is used.
+// Registers the copy of a type of device. Returns true. `run` uses copy_with_aten on devices without a registered copy.
 bool register_device_copy(at::DeviceType device, DeviceCopy copy);
 
-// Computes dst[i] = (op over parts[m][i], in order of m) / divisor. All tensors are flat, of one size and dtype, and
-// dst is not one of the parts. float16 and bfloat16 are accumulated and divided in float32 and rounded once. Integers
-// are not divided. Throws c10::TypeError on dtypes without the op.
+// Computes dst[i] = (op over parts[m][i], in order of m) / divisor. There is at least one part. All tensors are flat,
+// of one size and dtype, and dst is not one of the parts. float16 and bfloat16 are accumulated and divided in float32
+// and rounded once; ATen does so only for sums. The divisor of integers must be 1. Throws InvariantError or c10::Error
+// on dtypes without the op.
 //
 // On CPU, and on devices with a registered reduction, every part is read once and the result is written once. On other
 // devices, ATen

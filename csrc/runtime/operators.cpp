@@ -32,7 +32,8 @@ namespace {
 constexpr size_t kMaxExecutables = 8192;
 constexpr size_t kMaxAttentions = 128;
 
-// Returns the bytes in the text of a plan, matmul or attention. Throws c10::ValueError for other texts.
+// Returns the bytes in the text of a plan, matmul or attention. Throws c10::ValueError if `text` is not a label and
+// base64.
 std::string plan_bytes_of(const std::string& text) {
   try {
     return bytes_from_text(text, "plan");
@@ -46,8 +47,8 @@ at::Tensor unaliased(const at::Tensor& output, const at::Tensor& input) {
   return output.is_alias_of(input) ? output.clone(at::MemoryFormat::Contiguous) : output;
 }
 
-// Returns the tensor, or a copy if it is not row-major. Throws c10::ValueError that names `argument` for nested and
-// sparse tensors.
+// Returns the tensor, or a copy if it is not row-major. Throws c10::ValueError that names `argument` for undefined,
+// nested and sparse tensors.
 at::Tensor row_major(const at::Tensor& input, const std::string& argument) {
   check_strided(input, argument);
   return input.contiguous();
