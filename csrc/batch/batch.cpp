@@ -19,16 +19,19 @@ constexpr std::string_view kKind = "batch";  // kind in the first line of the wi
 // Numbers distinct strings in the order of their first appearance.
 class Numbers {
  public:
+  // Returns the number of a string, from 0 on.
   int of(std::string value) {
     return numbers_.try_emplace(std::move(value), static_cast<int>(numbers_.size())).first->second;
   }
+  // Returns the number of distinct strings.
   size_t count() const { return numbers_.size(); }
 
  private:
   std::unordered_map<std::string, int> numbers_;
 };
 
-// Returns the map for which IndexMap::encoding() returns these integers.
+// Returns the map for which IndexMap::encoding() returns these integers. Throws UserError unless their number is a
+// multiple of 5. Does not check the axes.
 IndexMap map_of(const std::vector<int64_t>& encoding) {
   check_argument(encoding.size() % 5 == 0, "batch bytes: the number of integers of an index map", "a multiple of 5",
                  encoding.size());

@@ -48,15 +48,17 @@ struct Batch {
   // or first_sender_group below 0.
   void check() const;
 
-  // Returns the ranks of all meshes, ascending.
+  // Returns the ranks of all meshes, ascending, each once.
   std::vector<Rank> ranks() const;
 
   // Returns hashes with which ranks compare their batches; equal batches have equal hashes in every process. Hash 0 is
-  // of the settings, hash 1 + i of the settings and the items 0 to i. So if hash 1 + i is the first that differs
-  // between two batches, item i is the first item that differs.
+  // of the settings and the numbers of sources and destinations, hash 1 + i also of the items 0 to i and their layouts.
+  // So if hash 1 + i is the first that differs between two batches, item i is the first item that differs. Layouts that
+  // no item uses are not hashed. check() must pass.
   std::vector<uint64_t> digests() const;
-  // Returns "float32[8, 4] on dp=2 as [S(0)] -> float32[8, 4] on tp=2 as [R]", followed by the map unless the item is a
-  // full tensor.
+  // Returns text such as "float32[8, 4] on dp=2 as [S(0)] -> float32[8, 4] on tp=2 as [R]", followed by the map unless
+  // the item copies a full tensor to the same indices. check() must pass. Throws std::out_of_range if there is no such
+  // item.
   std::string item_text(int item) const;
 
   // Returns the batch in the wire format (support/wire_format.h). Each distinct layout and map is written once. Equal
@@ -67,7 +69,7 @@ struct Batch {
 };
 
 // Returns a batch that moves full tensors. Each pair has the layouts of a source and of its destination. Throws
-// UserError if the shapes of a pair differ.
+// UserError if the values of Layout::shape() differ in a pair. Does not call check().
 Batch whole_tensors(std::vector<std::pair<Layout, Layout>> pairs, int64_t bucket_bytes = Batch::kDefaultBucketBytes,
                     int64_t buckets = Batch::kDefaultBuckets);
 

@@ -72,9 +72,10 @@ Demand demand_of(const BatchPlan& plan) {
   return demand;
 }
 
-// Sets sent_bytes_bound to the least possible load of the busiest sender, and sent_bound_is_exact. In the terms of
-// exchange/load.h, the bytes that receivers need from one set of candidate senders are a job, and this set is the pool
-// of the job. Ranks that are in exactly the same sets form a team.
+// Sets sent_bound_is_exact, and sets sent_bytes_bound to the least possible load of the busiest sender, or to a weaker
+// bound if sent_bound_is_exact is false. Reads received_bytes_sum. In the terms of exchange/load.h, the bytes that
+// receivers need from one set of candidate senders are a job, and this set is the pool of the job. Ranks that are in
+// exactly the same sets form a team.
 //
 //   12 bytes from ranks 0 or 1, 6 bytes from ranks 1 or 2: each rank is a team of its own, because only rank 1 is in
 //   both sets. Ranks 0 and 1 can each send 6 bytes of the first job, and rank 2 all 6 of the second: the bound is 6.
@@ -121,7 +122,7 @@ void bound_sent(const BatchPlan& plan, BatchCertificate& certificate) {
 // The rounds in which items of a kind are sent, as whole items or in pieces.
 struct KindRounds {
   std::vector<uint64_t> unsplit_rounds;  // one bit per round, for unsplit items
-  std::vector<ItemPiece> pieces;
+  std::vector<ItemPiece> pieces;         // of all items that are split
 };
 
 // The message that every item of a kind has from one rank to another.
@@ -132,7 +133,7 @@ struct Flow {
   int64_t elements = 0;
 };
 
-// Returns the rounds of each kind.
+// Returns the rounds of each kind, by index into BatchPlan::kinds().
 std::vector<KindRounds> rounds_by_kind(const BatchPlan& plan) {
   std::vector<KindRounds> rounds_of_kinds(plan.kinds().size());
   for (KindRounds& kind_rounds : rounds_of_kinds) kind_rounds.unsplit_rounds.resize((plan.num_rounds() + 63) / 64, 0);
@@ -168,7 +169,7 @@ std::vector<Flow> flows_of(const BatchPlan& plan) {
 
 // Sets messages_max, messages_sum and messages_are_exact. With at most kMaxItemMessages flows, counts for each pair of
 // ranks the rounds in which any flow between them has elements. With more flows, counts the messages of every item
-// separately, and caps the count of a rank at one message per round from each other rank.
+// separately, and caps the count of a rank at one message per round from each other rank. Reads ranks and rounds.
 void count_messages(const BatchPlan& plan, BatchCertificate& certificate) {
   const std::vector<KindRounds> rounds_of_kinds = rounds_by_kind(plan);
   int64_t item_messages = 0;
@@ -217,8 +218,8 @@ void count_messages(const BatchPlan& plan, BatchCertificate& certificate) {
 
 // The costs of a reduction. Each cost is the maximum over all lowerings.
 struct ReductionCosts {
-  int64_t received_bytes = 0;  // by all ranks
-  int64_t temporary_bytes = 0;
+  int64_t received_bytes = 0;   // by all ranks
+  int64_t temporary_bytes = 0;  // peak memory of the worst rank, less the largest part of the result
 };
 
 // Returns the costs of a reduction.

@@ -17,7 +17,8 @@ using Kind = BatchPlan::Kind;
 using Rounds = std::vector<uint64_t>;  // a set of rounds, one bit per round of the plan
 using RankPair = std::pair<Rank, Rank>;
 
-// Returns the link between two ranks: topology.inside if they are on one node, else topology.between.
+// Returns the link between two ranks: topology.inside if they are on one node, else topology.between. Without
+// nodes (ranks_per_node is 0), all ranks are on one node.
 const Link& link_between(const Topology& topology, Rank a, Rank b) {
   const auto node = [&](Rank rank) {
     return topology.ranks_per_node == 0 ? 0 : to_int(rank) / topology.ranks_per_node;
@@ -42,7 +43,7 @@ int64_t count(const Rounds& rounds) {
   return total;
 }
 
-// Adds the rounds of a set to the set `into`.
+// Adds the rounds of a set to the set `into`, which may have no words yet.
 void merge(Rounds& into, const Rounds& rounds) {
   into.resize(rounds.size(), 0);
   for (size_t w = 0; w < rounds.size(); ++w) into[w] |= rounds[w];
@@ -73,7 +74,8 @@ std::map<RankPair, LinkUse> uses_of(const BatchPlan& plan) {
   return uses;
 }
 
-// Returns the costs of a destination whose items have these kinds. Does not set first_round and last_round.
+// Returns the costs of a destination whose items have these kinds: one index into BatchPlan::kinds() for each item.
+// Does not set first_round and last_round.
 BatchForecast::OfDestination costs_of(const BatchPlan& plan, const std::vector<int>& kinds, const Topology& topology) {
   BatchForecast::OfDestination costs;
   std::map<Rank, int64_t> received;
@@ -132,7 +134,7 @@ void add_destinations(const BatchPlan& plan, const Topology& topology, BatchFore
 
 // The load of one rank over all its links.
 struct RankUse {
-  int64_t latency_ps = 0;
+  int64_t latency_ps = 0;  // of received messages
   int64_t sending_ps = 0;
   int64_t receiving_ps = 0;
   int64_t bytes = 0;  // sent plus received

@@ -1,5 +1,5 @@
 // Predicted traffic and time of a batch, by destination and by link from one rank to another. Times are in picoseconds
-// (ps) and follow the cost model of cost/topology.h.
+// (ps) and follow the cost model of cost/topology.h. Sums above 2^60 become 2^60.
 #pragma once
 
 #include <cstdint>
@@ -33,12 +33,12 @@ struct BatchForecast {
   };
 
   std::vector<OfDestination> destinations;  // in the order of Batch::destinations
-  std::vector<OfLink> links;                // ordered by sender, then receiver
+  std::vector<OfLink> links;                // with traffic only; ordered by sender, then receiver
   // Time to reduce the sources with pending reductions, one after the other, with the slowest lowering. `destinations`
   // and `links` do not include the bytes of these reductions.
   int64_t reducing_ps = 0;
-  // reducing_ps plus the time of the busiest rank: the latencies of its rounds and messages, the larger of its send and
-  // receive times, and packing and unpacking, which overlap with transfers if there is more than one bucket.
+  // reducing_ps plus the time of the busiest rank: the latencies of its rounds and received messages, the larger of its
+  // send and receive times, and packing and unpacking, which overlap with transfers if there is more than one bucket.
   int64_t predicted_ps = 0;
 };
 

@@ -46,7 +46,8 @@ class SenderBalance {
  public:
   explicit SenderBalance(int64_t first) : first_(first) {}
 
-  // Returns the sender group with the fewest bytes so far, of `sender_groups` groups, and adds `bytes` to it.
+  // Returns the sender group with the fewest bytes so far, of `sender_groups` groups, and adds `bytes` to it. Returns 0
+  // and adds nothing if there is one group.
   int64_t choose(const Layout& src, int64_t sender_groups, int64_t bytes) {
     if (sender_groups == 1) return 0;
     std::vector<int64_t>& sent_bytes = sent_bytes_[{index_of(src.mesh()), src.replicated_dims().bits(), sender_groups}];

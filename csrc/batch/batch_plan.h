@@ -33,17 +33,18 @@ namespace shardwright {
 // Immutable.
 class BatchPlan {
  public:
-  // Plans the batch. Throws UserError as Batch::check and Scheduler::add do.
+  // Plans the batch. Throws UserError as Batch::check(), the constructor of ItemFamily and Scheduler::add() do.
   explicit BatchPlan(Batch batch);
 
-  // The batch with each pending source replaced by its reduced layout.
+  // The batch, with reduced layouts in place of the layouts of sources with pending reductions.
   const Batch& batch() const { return batch_; }
   // Reductions to run first, in the order of sources.
   const std::vector<BatchReduction>& reductions() const { return reductions_; }
   // The ranks of all meshes, ascending. ItemLoad::rank is an index into this list.
   const std::vector<Rank>& ranks() const { return ranks_; }
-  int num_rounds() const { return num_rounds_; }
-  // Size and number of buckets: at most the batch's settings. The largest round of any rank fits into a bucket.
+  int num_rounds() const { return num_rounds_; }  // 0 if nothing is sent
+  // Size and number of buckets: at most the batch's settings. The largest round of any rank fits into a bucket. Both
+  // are 0 if nothing is sent.
   int64_t bucket_bytes() const { return bucket_bytes_; }
   int64_t buckets() const { return buckets_; }
 
@@ -71,7 +72,7 @@ class BatchPlan {
  private:
   // Sets kinds_ and kind_of_item_.
   void find_kinds();
-  // Returns a kind with the messages and loads of this item, before its items are counted.
+  // Returns a new kind of which this item is the first, with the loads of its exchange. num_items is still 0.
   Kind make_kind(int item, ExchangePtr exchange) const;
   // Sets order_, pieces_, num_rounds_, bucket_bytes_ and buckets_.
   void schedule();

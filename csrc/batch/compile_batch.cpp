@@ -84,7 +84,7 @@ class Copies {
     }
   }
 
-  // Returns the copies and leaves the list empty.
+  // Returns the copies. Nothing may be added after this call.
   std::vector<Copy> take() { return std::move(copies_); }
 
  private:
@@ -103,6 +103,7 @@ class BatchCompiler {
     program_.destination_ends.resize(batch_.destinations.size());
   }
 
+  // Returns the program (compile_batch). Must be called once.
   Program compile(int64_t group_size) {
     program_.groups.push_back({{}, {}, to_int(rank_)});
     for (int64_t r = 0; r < group_size; ++r) program_.groups[0].ranks.push_back(Rank{r});
@@ -209,6 +210,7 @@ class BatchCompiler {
   }
 
   // Writes the start of a round: copies from sources to the bucket, and the transfer. Returns the transfer's ticket.
+  // `bucket` is an index into buckets_.
   Ticket write_start(const Round& round, size_t bucket) {
     SendReceive move{0, {}, {}};
     Copies copies;
@@ -246,7 +248,8 @@ class BatchCompiler {
     emit(copies.take());
   }
 
-  // Writes the end of a round: a Wait, and copies from the bucket to destinations.
+  // Writes the end of a round: a Wait, and copies from the bucket to destinations. `bucket` was passed to the round's
+  // write_start(), which returned `ticket`.
   void write_end(const Round& round, size_t bucket, Ticket ticket) {
     emit(Wait{ticket});
     for (const auto& [peer, fragments] : round.sends) {
@@ -284,6 +287,7 @@ class BatchCompiler {
   static std::vector<Box> boxes_of(const Fragment& fragment, const CopySide& from, const CopySide& to) {
     return fragment.message->slice(fragment.begin, fragment.end).boxes(from, to);
   }
+  // Returns this rank's part of the exchange of an item.
   const RankPart& part(int item) const { return parts_[plan_.kind_of(item)]; }
   const std::vector<int64_t>& src_strides(int item) const { return strides_.sources[batch_.items[item].source]; }
   const std::vector<int64_t>& dst_strides(int item) const {
@@ -292,6 +296,7 @@ class BatchCompiler {
 
   // Returns the index of the next instruction.
   int next_index() const { return static_cast<int>(program_.instructions.size()); }
+  // Appends an instruction that belongs to step_.
   void emit(Operation operation) { program_.instructions.push_back({std::move(operation), step_}); }
   // Emits copies. For each destination that a copy writes, sets DestinationEnd::written to the index after the copy.
   void emit(std::vector<Copy> copies) {

@@ -23,7 +23,7 @@
 
 namespace shardwright {
 
-// Strides in elements of a rank's local tensors, by source and by destination.
+// Strides in elements of a rank's local tensors: a list of strides for each source and each destination.
 struct BatchStrides {
   std::vector<std::vector<int64_t>> sources;
   std::vector<std::vector<int64_t>> destinations;

@@ -59,6 +59,7 @@ ExchangePtr indexed_exchange(const Layout& src, const Layout& dst, const IndexMa
 }
 
 // Returns the exchange between the box of the source that the map reads and the box of the destination that it writes.
+// The map is between dims of Layout::shape(). `first_sender` is a replica of the source (item_family.h).
 GridExchange grid_exchange_of(const Layout& src, const Layout& dst, const IndexMap& map, ReplicaPolicy policy,
                               int64_t first_sender) {
   return GridExchange(Grid(src, map.src_windows()), Grid(dst, map.dst_windows()), wire_dtype(src, dst).size_bytes(),

@@ -37,12 +37,13 @@ class ItemFamily {
   static constexpr int64_t kMaxSenderGroups = 16;  // maximum number of first senders that alternate
 
   // The layouts must outlive the family and have no pending reductions. Throws UserError if a part of a flattened
-  // layout has too many runs.
+  // layout has too many runs of consecutive elements (axis_grids in exchange/axes.h).
   ItemFamily(const Layout& src, const Layout& dst, const IndexMap& map);
 
   // Returns the number of sender groups; 1 if first senders do not alternate.
   int64_t sender_groups() const { return sender_groups_; }
-  // Returns the exchange of the items with this sender group, which must be in [0, sender_groups()).
+  // Returns the exchange of the items with this sender group, which must be in [0, sender_groups()). With several
+  // groups, each call makes a new exchange.
   ExchangePtr exchange(int64_t sender_group) const;
 
  private:
@@ -59,6 +60,7 @@ class ItemFamily {
 };
 
 // Returns the number of elements that all ranks together receive if an item with this map is moved from `src` to `dst`.
+// Neither layout may have pending reductions. Throws UserError as the constructor of ItemFamily does.
 int64_t total_received_elements(const Layout& src, const Layout& dst, const IndexMap& map);
 
 }  // namespace shardwright

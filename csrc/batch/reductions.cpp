@@ -13,8 +13,9 @@ namespace shardwright {
 namespace {
 
 // Returns the layouts to which `src` may be reduced: for each tensor dim, a layout in which the pending mesh dims of
-// `src` cut that dim. If `dst` is on the same mesh and all pending mesh dims of `src` cut it, the first returned layout
-// has the cuts of `dst` by these mesh dims. A scalar has one layout, in which the pending mesh dims replicate.
+// `src` cut that dim. `dst` is a destination of `src`, or null. If it has the mesh and shape of `src`, and all pending
+// mesh dims of `src` cut it into chunks, the first returned layout has these cuts of `dst`. A scalar has one layout, in
+// which the pending mesh dims replicate.
 std::vector<Layout> candidates(const Layout& src, const Layout* dst) {
   const std::vector<int> pending = src.partial_dims().to_vector();
   const std::vector<Placement> none(src.mesh().ndim(), Placement::replicate());
@@ -43,6 +44,7 @@ std::vector<Layout> candidates(const Layout& src, const Layout* dst) {
 using ItemsOfSource = std::vector<const BatchItem*>;  // the items that copy from one source
 
 // Returns the candidate that leaves the fewest elements to receive; of several, the one with the smallest largest part.
+// `items` are all items that copy from `src`; there may be none.
 Layout best_reduced(const Batch& batch, const Layout& src, const ItemsOfSource& items) {
   const Layout* dst = items.empty() ? nullptr : &batch.destinations[items.front()->destination];
   std::optional<Layout> best;

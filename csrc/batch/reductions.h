@@ -24,7 +24,7 @@ struct BatchReduction {
   Layout after;    // the layout to which the source is reduced, on the same mesh
 };
 
-// Returns the reductions of a batch, in the order of sources.
+// Returns one reduction for each source with pending reductions, in the order of sources. Batch::check() must pass.
 std::vector<BatchReduction> reductions_of(const Batch& batch);
 
 }  // namespace shardwright

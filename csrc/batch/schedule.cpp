@@ -20,7 +20,8 @@ int64_t elements_at_most(const ItemLoad& load, int64_t begin, int64_t end) {
   return std::min(load.elements, scaled(load.elements, end - begin, kWhole) + load.messages);
 }
 
-// Returns the last mark at which a piece that begins at `begin` may end to have at most `room` elements.
+// Returns the last mark at which a piece that begins at `begin` may end to have at most `room` elements; `begin` if no
+// element fits.
 int64_t last_mark(const ItemLoad& load, int64_t begin, int64_t room) {
   if (elements_at_most(load, begin, kWhole) <= room) return kWhole;
   if (begin == 0) return scaled(room, kWhole, load.elements);

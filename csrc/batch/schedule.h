@@ -52,22 +52,24 @@ class Scheduler {
   // Maximum number of open rounds. A new round closes the earliest open one.
   static constexpr int kOpenRounds = 64;
 
+  // `num_ranks` is the number of ranks of the batch, `bucket_bytes` the maximum size of a bucket.
   Scheduler(int64_t num_ranks, int64_t bucket_bytes);
 
-  // Assigns an item to rounds and returns its pieces, by ascending round; an item without loads has none. `loads` has
-  // the largest load first. Items must be added by descending element sizes. Throws UserError that names bucket_bytes
-  // and the item if the item is larger than a bucket and the bucket does not hold two elements of each message of a
-  // rank.
+  // Assigns an item to rounds and returns its pieces, by ascending round; an item without loads has none. `item`
+  // is the number of the item in errors. `loads` has the largest load first. Throws InvariantError if `element_bytes`
+  // is larger than that of an earlier item. Throws UserError that names bucket_bytes and the item if the item is larger
+  // than a bucket and the bucket does not hold two elements of each message of a rank.
   std::vector<ItemPiece> add(int item, const std::vector<ItemLoad>& loads, int64_t element_bytes);
 
+  // Returns the number of rounds so far, open and closed.
   int num_rounds() const { return first_open_ + static_cast<int>(open_.size()); }
-  // Returns the maximum number of bytes that a rank packs into a bucket.
+  // Returns an upper bound on the bytes that any rank packs into a bucket in one round; 0 without rounds.
   int64_t largest_round_bytes() const { return largest_round_bytes_; }
 
  private:
   using Used = std::vector<int64_t>;  // by rank: the number of elements in the bucket so far
 
-  // Appends a round.
+  // Appends a round. Closes the earliest open round if there are more than kOpenRounds.
   void open_round();
   // Adds a piece's elements to a round, and updates largest_round_bytes_.
   void add_piece(Used& used, const std::vector<ItemLoad>& loads, const ItemPiece& piece);
