@@ -361,7 +361,8 @@ bool Execution::is_input_in_place(BufferId dst) const {
   return input.const_data_ptr() == begin + *offset * static_cast<int64_t>(input.element_size());
 }
 
-// Divides a range in place. The quotients of integers are floating-point numbers in a new output instead.
+// Divides a range in place. Of integers, it divides the whole first output instead, and replaces the output by a new
+// floating-point tensor.
 void Execution::divide(const Divide& divide) {
   const DTypeKind kind = program_.dtype.kind();
   if (kind == DTypeKind::kFloat || kind == DTypeKind::kComplex) {

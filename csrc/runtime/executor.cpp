@@ -167,9 +167,9 @@ void start_on_streams(const CompiledProgram& compiled, const std::shared_ptr<Exe
   });
 }
 
-// True if an asynchronous call would have nothing to wait for, so that it can run as a synchronous one. On devices with
-// streams there is something to wait for if any rank communicates, even if this rank does not: a reader on another
-// stream must not read the result too early.
+// True if an asynchronous call would have nothing to wait for, or goes through host memory, so that it runs as a
+// synchronous call. On devices with streams there is something to wait for if any rank communicates, even if this rank
+// does not: a reader on another stream must not read the result too early.
 bool can_run_synchronously(const Executable& executable, const at::Tensor& input) {
   const CompiledProgram& compiled = executable.compiled();
   return !compiled.is_collective() || (input.device().is_cpu() && !compiled.communicates()) ||

@@ -14,7 +14,7 @@
 namespace shardwright {
 
 // Registers a product for a check once `timeout` has passed; 0 means no check. `end`: an event recorded after the
-// product. `make_message`: returns the error message; it is called only if the product has not ended.
+// product. `make_message`: returns the error message; the checking thread calls it only if the product has not ended.
 void watch_product(c10::Event end, std::chrono::milliseconds timeout, std::function<std::string()> make_message);
 
 }  // namespace shardwright

@@ -9,7 +9,8 @@
 
 namespace shardwright {
 
-// Throws c10::Error that names the remedy if the calling thread has an open group for this type of device.
+// Throws c10::Error that names the remedy if the calling thread has an open group for this type of device. Does nothing
+// for types of device without a registered query.
 void check_no_open_group(c10::Device device);
 
 // Returns the number of groups that are open on the calling thread, for one type of device.

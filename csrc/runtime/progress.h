@@ -15,7 +15,7 @@ class Execution;
 void finish_on_progress_thread(std::shared_ptr<Execution> run);
 
 // For the end of the process: waits until all programs are finished, at most `timeout_seconds`. Afterwards the progress
-// thread runs no further instruction. Returns true if all programs were finished in time.
+// thread runs no further instruction. Returns true if all programs finished or failed in time.
 bool finish_programs(double timeout_seconds);
 
 }  // namespace shardwright

@@ -14,12 +14,13 @@ namespace shardwright {
 constexpr int64_t kMinCachedBytes = int64_t{1} << 20;    // smaller temporaries are not cached
 constexpr int64_t kMaxCachedBytes = int64_t{256} << 20;  // maximum size of the cache
 
-// Returns a flat tensor of `count` elements with undefined content, on CPU from the cache if possible. All functions
-// here are thread-safe.
+// Returns a flat tensor of `count` elements with undefined content. On CPU its memory is from the cache if possible,
+// and its storage may be up to twice as large as needed. All functions here are thread-safe.
 at::Tensor allocate_staging(int64_t count, const at::TensorOptions& options);
 
-// Gives the memory of a tensor from allocate_staging back to the cache. Nothing, including transfers, may use the
-// tensor any more. Does nothing for undefined tensors and for other devices.
+// Gives the memory of a tensor from allocate_staging back to the cache, unless it is smaller than kMinCachedBytes or
+// larger than kMaxCachedBytes. Smaller cached blocks are freed if the cache gets too large. Nothing, including
+// transfers, may use the tensor any more. Does nothing for undefined tensors and for other devices.
 void return_staging(const at::Tensor& staging);
 
 // Returns the size of the cached memory in bytes, without memory that is in use.

@@ -18,7 +18,8 @@ namespace {
 // The tag of our messages. It differs from the tags of a user's own messages on the group, which count from 0.
 constexpr int kMessageTag = 0x5357;
 
-// Returns c10d's reduction. Throws InvariantError if it has no native collective, for which no program is compiled.
+// Returns c10d's reduction. Throws InvariantError for a reduction without native collective: no program reduces by it
+// in a collective.
 c10d::ReduceOp to_c10d(ReduceOp op) {
   switch (op) {
     case ReduceOp::kSum:

@@ -13,6 +13,7 @@ namespace shardwright {
 RankGroupPtr group_named(const std::string& name);
 
 // Returns the timeout that the backend of the process group with this name has for transfers on this type of device.
+// Throws c10::Error if no group has the name, or the group has no backend for the device.
 std::chrono::milliseconds timeout_of(const std::string& name, c10::Device device);
 
 }  // namespace shardwright

@@ -23,9 +23,9 @@ inline constexpr int kWordsPerBlock = kCopyThreads * kWordsPerThread;
 inline int64_t num_copy_blocks(int64_t words) { return (words + kWordsPerBlock - 1) / kWordsPerBlock; }
 
 // Copies the words of one thread. `words` is the number of words of the copy, and first_word[b] the number of the first
-// word of box b. The words of the block are in boxes `first` to `last`, among which the warp finds the boxes of its own
-// words. The words of most warps are all in one box; then each thread reads the dims of the box once for its four
-// words.
+// word of box b. Threads beyond the last word do nothing. The words of the block are in boxes `first` to `last`, among
+// which the warp finds the boxes of its own words. The words of most warps are all in one box; then each thread reads
+// the dims of the box once for its four words.
 template <typename Word>
 SHARDWRIGHT_HOST_DEVICE void copy_words(int64_t block, int thread, const WordBox* boxes, const int64_t* first_word,
                                         int64_t words, int64_t first, int64_t last, const Word* __restrict__ src,

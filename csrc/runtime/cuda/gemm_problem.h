@@ -97,8 +97,9 @@ class Unsupported : public std::exception {
 // the function and the problem for other failures.
 void check(cublasStatus_t status, const char* function, const Problem& problem);
 
-// Returns the problem of a product, or nothing if an operand or the result has no stride of 1. The alignments are
-// set by pointers_of.
+// Returns the problem of a product, or nothing if an operand or the result has no stride of 1. `device` must be the
+// current device. pointers_of sets the alignments of the matrices; callers set bias_alignment_bytes, `scales` and
+// fast_accumulation.
 std::optional<Problem> problem_of(const Gemm& gemm, at::ScalarType lhs_dtype, at::ScalarType rhs_dtype,
                                   at::ScalarType dst_dtype, at::DeviceIndex device, const GemmHints& hints);
 
@@ -111,7 +112,8 @@ struct Buffer {
   void* address_of(const Matrix& matrix, Layout& layout) const;
 };
 
-// Returns the addresses of the operands and the result, and stores their alignments in the problem.
+// Returns the addresses of the operands and the result, and stores their alignments in the problem. The addresses of
+// bias and scales stay null.
 Pointers pointers_of(Problem& problem, const Gemm& gemm, const Buffer& lhs, const Buffer& rhs, const Buffer& dst);
 Pointers pointers_of(Problem& problem, const Gemm& gemm, const at::Tensor& lhs, const at::Tensor& rhs, at::Tensor& dst);
 

@@ -55,7 +55,8 @@ LayoutDesc describe(const Layout& layout, const Problem& problem) {
 }
 
 // Sets the scale mode of both operands, which cuBLAS 12.9 introduced. Before, there was only one scale per tensor. If
-// the version at run time is older than 12.9, cuBLASLt returns "invalid value".
+// the version at run time is older than 12.9, cuBLASLt returns "invalid value". A build with an older version sets
+// nothing.
 #if CUBLAS_VERSION >= 120900
 void set_scale_mode(const MatmulDesc& desc, const Problem& problem) {
   const int32_t kind = problem.scales == Scales::kByRow ? CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F
@@ -207,8 +208,8 @@ bool multiply(const Device& device, const Problem& problem, const Pointers& poin
   }
 }
 
-// For tests/python/test_lt_statuses.py: launches one product of `k`, without a device. Returns 1 if it was launched, 0
-// if cuBLASLt declined, -1 on an error.
+// For tests/python/test_lt_statuses.py: launches one product of 8 x `k` and `k` x 8 float16 matrices, with scales by
+// row if `is_scaled` is not 0, without a device. Returns 1 if it was launched, 0 if cuBLASLt declined, -1 on an error.
 extern "C" __attribute__((visibility("default"))) int shardwright_try_lt_product(int64_t k, int is_scaled) {
   Problem problem;
   problem.a = {CUDA_R_16F, 8, k, 8, 0, 256, false};

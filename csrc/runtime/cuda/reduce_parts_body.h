@@ -56,7 +56,8 @@ struct MaxOfTwo {
 inline int64_t num_reduce_blocks(int64_t words) { return (words + kReduceThreads - 1) / kReduceThreads; }
 
 // Reduces one thread's word over all parts, in their order, with accumulators of type `Accumulator`, and divides the
-// result.
+// result. There is at least one part, and all addresses are aligned to words. A thread beyond the last word does
+// nothing.
 template <typename Accumulator, int kItems, typename Combine, typename Item>
 SHARDWRIGHT_HOST_DEVICE void reduce_word(int64_t block, int thread, const ReducedParts<Item>& parts, int num_parts,
                                          int64_t num_words, double divisor, Item* dst) {

@@ -42,7 +42,8 @@ struct RowSums {
 #endif
   }
 
-  // Computes one thread's element. `Sum` is float or double.
+  // Computes one thread's element: 0 if its row of the table has only -1. A thread beyond the last element does
+  // nothing. `Sum`, the type of the accumulator, is float or double.
   template <typename Sum>
   SHARDWRIGHT_HOST_DEVICE void run(int64_t block, int thread) const {
     const int64_t m = block / blocks_per_row();

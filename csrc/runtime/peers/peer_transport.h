@@ -69,8 +69,8 @@ struct PeerSettings {
 // Makes the group use a PeerTransport for later transfers on the device: allocates its arenas and maps them into all
 // ranks. All ranks of the group must call it with the same settings; blocks the host. Does nothing for a group of one
 // rank, or if the group has such arenas already. Throws UserError if the device has no memory that peers can read, if
-// the arena is too small for the number of ranks, if the group has arenas with other settings or on another device, or
-// while a graph is captured.
+// the arena is too small for the number of ranks, if the group has more ranks than PyTorch's signal pads allow, if the
+// group was destroyed or has arenas with other settings or on another device, or while a graph is captured.
 void use_peer_copies(RankGroup& group, c10::Device device, const PeerSettings& settings);
 
 // Returns the counter of bytes copied from peers since the start of the process or the last reset.
@@ -122,9 +122,10 @@ class PeerTransport final : public Transport {
   // Runs an all-gather: in each round, fills a slot of this rank's own row, which all other ranks read. stream_ must be
   // current.
   void gather(at::Tensor& output, at::Tensor& input);
-  // Copies a piece into this rank's slot for a peer, once the slot is free.
+  // Copies a piece into this rank's slot for a peer, once the slot is free, and then marks the slot as full.
   void fill(const Message& message, size_t round);
-  // Copies a piece from a row of a peer's arena to `message.data`, once its slot is full.
+  // Copies a piece from a row of a peer's arena to `message.data`, once the piece's slot is full, and then marks the
+  // slot as free.
   void read(const Message& message, size_t round, int64_t row);
   // Returns the first `bytes` bytes of the slot for a round, in a row of the arena of rank `owner`.
   at::Tensor slot(int64_t owner, int64_t row, size_t round, int64_t bytes) const;
