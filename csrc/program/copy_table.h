@@ -96,7 +96,7 @@ class TableDevice {
   virtual void note_use(const Upload& upload) = 0;
 };
 
-// Returns the table of `boxes`, a result of copy.at(), on device number `device_index`; uploads it on first use.
+// Returns the table of `boxes`, an item of copy.at(), on device number `device_index`; uploads it on first use.
 // Thread-safe. The work given to the current stream next may read the table, which lives as long as the copy. Throws if
 // upload_beside_capture() does.
 BoxTable table_on(TableDevice& device, int device_index, const StridedCopy& copy, const WordBoxes& boxes,

@@ -74,13 +74,14 @@ struct Participants {
   TransferMethod transfer_method;
 };
 
-// Return the participants of a step between meshes, and of a step on one mesh; nullopt if this rank exchanges nothing
-// with other ranks.
+// Returns the participants of a step between meshes: all ranks of both. Returns nullopt if no rank receives anything.
 std::optional<Participants> participants_between_meshes(const ProgramBuilder& builder, const Exchange& exchange) {
   if (!exchange.communicates()) return std::nullopt;
   return Participants{exchange.ranks(), transfer_method_between_meshes(exchange.ranks().size(), builder.lowering())};
 }
 
+// Returns the participants of a step on one mesh: this rank's group or a part of it (data_move_of). Returns nullopt if
+// that is this rank alone.
 std::optional<Participants> participants_on_mesh(const ProgramBuilder& builder, const Step& step,
                                                  const MeshExchange& exchange) {
   const Position here = builder.position_on(step.before.mesh());

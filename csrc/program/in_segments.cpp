@@ -82,7 +82,7 @@ class SegmentOfPart {
     cell_ = cell;
   }
 
-  // Return the boxes of a segment: from the part to the segment's own tensor, and back.
+  // Return the boxes that copy a segment from the part to the segment's own tensor, and back; none for an empty part.
   std::vector<Box> from_part(int64_t segment) const {
     if (before_ * cells_ * after_ == 0) return {};
     Box box{segment * length_ * after_,
@@ -173,6 +173,7 @@ class InSegments {
   const SegmentProgram& of(int64_t segment) const { return segments_[are_uniform() ? 0 : segment]; }
   bool are_uniform() const { return plans_.size() == 1; }
 
+  // Returns the number of elements of a shape.
   static int64_t count_of(const std::vector<int64_t>& shape) {
     return std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies<>());
   }
@@ -199,8 +200,8 @@ class InSegments {
     }
   }
 
-  // Returns the boxes that copy a rank's part of the source to the segment (`is_input`), or the segment to the rank's
-  // part of the result.
+  // Returns the boxes that copy the rank's part of the source to the segment (`is_input`), or the segment to the rank's
+  // part of the result. `layout` is the full source or the full result. The rank must be on its mesh.
   std::vector<Box> boxes_of(const Layout& layout, int64_t segment, bool is_input) const {
     if (are_uniform()) {
       const SegmentOfPart part(layout.local_shape_of_rank(rank_), plan_.segments,
@@ -215,7 +216,8 @@ class InSegments {
                     : Selection(of_segment, of_all).boxes(CopySide::local(), CopySide::local());
   }
 
-  // Emits the copy of a segment from the input, or to the result. `step` is the step to which the copy is attributed.
+  // Emits the copy of a segment from the input if `full_buffer` is the input, otherwise to the result. Emits nothing if
+  // the rank is not on the mesh of `layout`. `step` is the step to which the copy is attributed.
   void copy(const Layout& layout, BufferId full_buffer, BufferId segment_buffer, int64_t segment, int step) {
     if (!layout.mesh().position_of(rank_)) return;
     const bool is_input = full_buffer == kInputBuffer;

@@ -9,9 +9,9 @@
 
 namespace shardwright {
 
-// Returns the program of a rank. It interleaves the programs of all segments (of uniform segments, one program for all)
-// as a pipeline. A stage ends with the transfer of a step; the Wait for this transfer begins the segment's next stage.
-// Each segment is one stage behind the segment before it:
+// Returns the program of a rank, as compile() does for other plans. It interleaves the programs of all segments (one
+// program for all uniform segments) as a pipeline. A stage ends with the transfer of a step; the Wait for this transfer
+// begins the segment's next stage. Each segment is one stage behind the segment before it:
 //
 //   stage 0   segment 0: copy from the input, pack, start crossing
 //   stage 1   segment 0: wait, unpack, start gathering      segment 1: copy from the input, pack, start crossing

@@ -16,7 +16,7 @@
 namespace shardwright {
 namespace {
 
-// Returns the number of elements that a rank holds; 0 if it is not on the layout's mesh.
+// Returns the number of elements that a rank holds; 0 if it is not on the layout's mesh. `parts` are the layout's.
 int64_t elements_of(const Layout& layout, KnownParts& parts, Rank rank) {
   const std::optional<Position> position = layout.mesh().position_of(rank);
   return position ? parts.num_elements(*position) : 0;

@@ -47,14 +47,15 @@ class ProgramMemory {
     std::vector<int64_t> bytes;  // by step: the largest peak of a rank
     bool is_exact = true;        // false: ranks that were not examined might need more
   };
-  // Returns the maximum of peak_bytes_by_step over all ranks. Examines one rank of each class (moves/rank_classes.h);
-  // if there are more than `max_ranks` classes, only the outermost and boundary ranks.
+  // Returns the maximum of peak_bytes_by_step over all ranks. Examines one rank of each class (moves/rank_classes.h),
+  // or up to about `max_ranks` ranks: if there are more classes, ranks at the ends of the mesh and at boundaries of
+  // classes; for crossings and plans in segments, evenly spaced ranks.
   MaxPeaks max_peak_bytes_by_step(int64_t max_ranks);
 
  private:
   // Adds all steps of a rank to the sketch. Returns the buffer that holds the result.
   int sketch_all(Sketch& sketch, Rank rank);
-  // Returns the peak of each step, in elements, of a plan in segments.
+  // Returns the rank's peak in each step, in elements, for a plan in segments.
   std::vector<int64_t> peaks_in_segments(Rank rank);
   // Returns the ranks whose peaks in this step are computed: at most about `max_ranks`.
   ExaminedRanks ranks_to_examine(size_t step, int64_t max_ranks) const;
@@ -73,7 +74,7 @@ class ProgramMemory {
   // For plans in segments, which leave the fields above empty: the plan of each segment, or one for all if they are
   // uniform.
   std::vector<Plan> plans_;
-  std::vector<std::unique_ptr<ProgramMemory>> segments_;
+  std::vector<std::unique_ptr<ProgramMemory>> segments_;  // one for each of plans_
 };
 
 }  // namespace shardwright

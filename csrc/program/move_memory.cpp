@@ -97,9 +97,10 @@ class MoveMemory : public StepMemory {
 
   // Returns true if the members of the step's groups are not listed.
   bool group_is_large() const { return group_size_ > kMaxGroupListed; }
+  // Returns the position of a rank that is on the mesh.
   Position position_of(Rank rank) const { return *step_.before.mesh().position_of(rank); }
 
-  // Emits the copy of the elements that stay on the rank, if there are any.
+  // Emits the copy of the `own` elements that stay on the rank, unless there are none.
   static void copy_own(Sketch& sketch, int64_t own, int current, int next) {
     if (own > 0) sketch.emit({current, next});
   }

@@ -59,6 +59,7 @@ void add(Accesses& accesses, const Program& program, const Copy& copy) {
   accesses.add_span(written, program.dst_dtype(copy).size_bytes(), program.dtype_of(copy.dst).size_bytes());
 }
 
+// Adds the accesses of all operands of a product.
 void add(Accesses& accesses, const Gemm& gemm) {
   const auto add_matrix = [&](const Matrix& matrix, int64_t rows, int64_t columns, int64_t batch_stride, bool writes) {
     accesses.add_box(matrix.buffer, matrix.offset, {gemm.count, rows, columns},
@@ -83,7 +84,7 @@ struct HeadsDims {
   int64_t depth = 0;
 };
 
-// Add the accesses of one operand of an attention instruction, as one range.
+// Add the accesses of one operand of an attention instruction: one range per tensor, none for a missing mask.
 void add(Accesses& accesses, const Heads& heads, int64_t batch, const HeadsDims& dims, bool writes) {
   accesses.add_box(heads.buffer, heads.offset, {batch, dims.heads, dims.rows, dims.depth},
                    {heads.batch_stride, heads.head_stride, heads.row_stride, 1}, writes);

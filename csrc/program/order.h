@@ -22,8 +22,9 @@ struct Access {
   bool writes = false;
 };
 
-// Returns the elements that an operation reads and writes; for a transfer, until its Wait. Returns nothing for a Wait:
-// call this with Program::operation_in_effect() to get the accesses of its transfer.
+// Returns the elements that an operation reads and writes; for a transfer, until its Wait. Elements that are read and
+// then written are listed as written only. Returns nothing for a Wait. Call this with Program::operation_in_effect() to
+// get the accesses of a Wait's transfer.
 std::vector<Access> accesses_of(const Program& program, const Operation& operation);
 
 // Returns one number for each instruction. For a transfer it is the index of the last earlier compute instruction or

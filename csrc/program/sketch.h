@@ -22,7 +22,7 @@ class Sketch {
  public:
   Sketch() : buffers_(1) {}  // the input, which belongs to the caller
 
-  // Begins a step. The following instructions belong to it.
+  // Begins a step, to which the following instructions belong. Required before the first instruction.
   void begin_step() {
     ++num_steps_;
     has_waited_ = false;
@@ -84,8 +84,8 @@ class Sketch {
 
   struct Buffer {
     int64_t count = 0;
-    int first = -1;  // indices of the first and last instruction that name it
-    int last = -1;
+    int first = -1;  // index of the first instruction that uses it; -1: none does
+    int last = -1;   // index of the last instruction that uses it
   };
   const std::vector<Buffer>& buffers() const { return buffers_; }
   // The step and the pipeline stage (program/in_segments.h) of each instruction, counted from the first. Both ascend.

@@ -35,8 +35,8 @@ class StepMemory {
   virtual std::optional<Traffic> traffic_upper_bound() const = 0;
 };
 
-// Return the memory of a step on one mesh (move_memory.cpp), and of a crossing or a rearrangement
-// (exchanges.cpp).
+// Return the memory of a step on one mesh (move_memory.cpp), and of a crossing or a rearrangement (exchanges.cpp). The
+// step must outlive the result.
 std::unique_ptr<StepMemory> memory_of_move(const Step& step, const Plan& plan);
 std::unique_ptr<StepMemory> memory_of_crossing(const Step& step, const Plan& plan);
 
@@ -111,7 +111,8 @@ struct PackingCounts {
 };
 
 // Add the instructions of one round to the sketch, as `exchange` in transfers.h emits them: an all-to-all, or messages.
-// `own` is the number of elements that stay on the rank; the first round copies them.
+// `own` is the number of elements that stay on the rank; round 0 of `rounds` copies them, unless the all-to-all sends
+// them.
 void sketch_all_to_all(Sketch& sketch, const AllToAllOptions& options, int64_t own, int64_t round, int64_t rounds,
                        int current, int next);
 void sketch_messages(Sketch& sketch, const PackingCounts& counts, int64_t own, int64_t round, int current, int next);

@@ -34,7 +34,7 @@ struct Divisor {
   uint32_t shift = 0;
 
   Divisor() = default;
-  explicit Divisor(uint32_t n);
+  explicit Divisor(uint32_t n);  // n must be at least 1 and below 2^31
 
   SHARDWRIGHT_HOST_DEVICE uint32_t quotient(uint32_t n) const {
     if (divisor == 1) return n;
@@ -105,18 +105,19 @@ struct WordBoxes {
 // The boxes of a copy. Their words are computed, and cached, for each alignment of addresses that occurs. Thread-safe.
 class StridedCopy {
  public:
+  // An element of the boxes has `item_bytes` bytes.
   StridedCopy(const std::vector<Box>& boxes, int64_t item_bytes);
 
   // Returns the boxes for memory at these addresses, with words as wide as the addresses allow: one WordBoxes for each
-  // width of words, widest first.
+  // width of words, widest first. Empty boxes are left out. The result lives as long as the copy.
   const std::vector<WordBoxes>& at(const void* src, const void* dst) const;
 
   const std::vector<Box>& boxes() const { return boxes_; }
   // Returns the bytes that the copy writes.
   int64_t bytes() const { return bytes_; }
 
-  // Returns the place for the table of these boxes, a result of at(), on device number `device`. It is null until the
-  // caller (copy_table.h) stores a table there.
+  // Returns the pointer to the table of these boxes, an item of at(), on device number `device`. The pointer is null
+  // until the caller (copy_table.h) sets it. The caller must guard the pointer with a lock of its own.
   std::shared_ptr<void>& device_table(const WordBoxes& boxes, int device) const;
 
  private:
@@ -135,7 +136,8 @@ class StridedCopy {
 using ParallelFor =
     std::function<void(int64_t count, int64_t grain, const std::function<void(int64_t, int64_t)>& body)>;
 
-// Runs the copy on the CPU. The runs of large copies are divided among threads.
+// Runs the copy on the CPU, from the buffer at `src` to the buffer at `dst`, which must not overlap. The runs of large
+// copies are divided among threads.
 void run(const StridedCopy& copy, const void* src, void* dst, const ParallelFor& parallel_for);
 
 }  // namespace shardwright

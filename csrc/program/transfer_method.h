@@ -1,7 +1,6 @@
 // Chooses the collective or messages for a transfer and the ranks that take part, and determines which data needs no
-// packing.
-// `start` and `exchange` (transfers.h) turn the choice into instructions, and move_memory.cpp counts the memory of
-// these instructions.
+// packing. `start` and `exchange` (transfers.h) turn the choice into instructions, and move_memory.cpp counts the
+// memory of these instructions.
 //
 // A choice depends only on information that all participating ranks have: layouts, the lowering, and the pairs of ranks
 // that exchange anything. So all ranks make the same choice.
@@ -20,7 +19,7 @@ namespace shardwright {
 
 enum class TransferMethod : uint8_t {
   kAllGather,  // the transport's all-gather: every rank sends its whole part, and all parts have one size
-  kAllToAll,   // an all-to-all among all ranks of the group
+  kAllToAll,   // an all-to-all among all ranks that take part, also between ranks that exchange nothing
   kMessages,   // messages between the ranks that exchange anything
 };
 
@@ -31,9 +30,9 @@ struct DataMove {
 };
 
 // Returns the transfer of one member (an index into the group's members) in a step that moves data. All members take
-// part in an all-gather, with named_groups_only, or if the lowering does not narrow groups. Otherwise only the member's
-// connected component takes part, where an edge joins two members that exchange data. Computes the connected components
-// of the group on first use.
+// part in an all-gather, with named_groups_only, if the lowering does not narrow groups, or in a group of more than 512
+// ranks. Otherwise only the member's connected component takes part, where an edge joins two members that exchange
+// data. Computes the connected components of the group on first use.
 DataMove data_move_of(const Step& step, const MeshExchange& exchange, MeshExchange::Group& group, size_t member,
                       Lowering lowering, bool named_groups_only);
 
@@ -62,7 +61,7 @@ class RunOfMessages {
     next_ = first + count;
     total_ += count;
   }
-  // True if the messages added so far are one run.
+  // Returns true if the messages added so far are one run, or if all of them are empty.
   bool is_run() const { return is_run_; }
   int64_t first() const { return first_; }  // first element of the run, if there is a message
   int64_t total() const { return total_; }  // number of elements of all messages
@@ -77,8 +76,8 @@ class RunOfMessages {
 };
 
 // Returns the collective or messages for the second half of a composed all-reduce, in which every rank receives the
-// other ranks' reduced chunks. An all-to-all sends a copy of a rank's chunk to each member. `chunk_bytes` is the size
-// of the largest chunk.
+// other ranks' reduced chunks: an all-to-all, which sends a copy of a rank's chunk to each member, if the largest
+// chunk has at most kMaxCopiedGatherBytes; otherwise messages. `chunk_bytes` is the size of the largest chunk.
 TransferMethod transfer_method_of_reduced_chunks(int64_t chunk_bytes);
 
 // Returns true if a gather uses the transport's own all-gather.

@@ -20,7 +20,8 @@ struct TransferTraffic {
   int64_t messages() const { return received_messages + sent_messages; }
 };
 
-// Returns the traffic of a transfer, without a rank's message to itself, and zeros for other instructions.
+// Returns the traffic of a transfer, without a rank's message to itself, and zeros for other instructions. An
+// all-to-all counts one message in each direction per peer, even if it is empty.
 TransferTraffic traffic_of(const Program& program, const Operation& operation);
 
 // Returns the traffic of the messages of `transfer` whose peer is on the same node as this rank. Nodes are

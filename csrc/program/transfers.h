@@ -89,7 +89,7 @@ class Messages {
   // Chooses the memory of the messages, and creates the staging buffers.
   void choose_memory(ProgramBuilder& builder, const Staging& staging);
 
-  // Valid once placed:
+  // Valid once placed, by choose_memory or add_placed:
   const BufferRange& range(size_t i) const { return messages_[i].range; }
   bool is_staged(size_t i) const { return messages_[i].is_staged; }
   bool is_any_staged() const;
@@ -140,8 +140,8 @@ struct OwnItem {
   Selection elements;
 };
 
-// Emits the instruction that starts the transfer of a placed set. Returns kNoTicket if there are no messages to send or
-// receive.
+// Emits the instruction that starts the transfer of a placed set, and returns its ticket. With kMessages and only empty
+// messages, emits nothing and returns kNoTicket. A collective is always emitted, because all ranks must take part.
 Ticket start(ProgramBuilder& builder, const TransferSet& set, TransferMethod transfer_method);
 
 // Emits a transfer from tensors to tensors: packs messages, starts the transfer, copies the elements that stay on this
