@@ -36,7 +36,7 @@ struct ArenaLayout {
 //   The arena has 6 bytes. That is the smallest possible, because a and b, 6 bytes, both exist at event 1.
 ArenaLayout lay_out(const std::vector<Lifetime>& buffers, int64_t alignment_bytes);
 
-// Rounds up to a multiple of a power of two.
+// Rounds `size_bytes` up to a multiple of `alignment_bytes`, a power of two.
 constexpr int64_t aligned(int64_t size_bytes, int64_t alignment_bytes) {
   return (size_bytes + alignment_bytes - 1) & ~(alignment_bytes - 1);
 }

@@ -59,7 +59,7 @@ struct ChunkingOptions {
 //      wait first. Each stays in chunks if the predicted step becomes shorter by kLeastChunkingPercent of the wait.
 //
 // At no use are a chunked weight and its original both resident. Throws UserError as `make_schedule` does, and if a
-// field of a chunked weight is negative or names an original that does not exist.
+// field of a chunked weight is negative, num_chunks is below 1, or the original does not exist.
 StepSchedule schedule_with_chunks(const std::vector<Weight>& weights, const std::vector<Use>& uses,
                                   const std::vector<ChunkedWeight>& chunked_weights, const ChunkingOptions& options);
 

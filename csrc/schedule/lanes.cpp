@@ -91,7 +91,8 @@ class Lanes {
   }
 
   // Returns the end of the compute of a use that begins at `begin_ps`. Compute is divided into one equal range for each
-  // activation whose turn is in this use, and a range waits for its activation.
+  // activation whose turn is in this use, and a range waits for its activation. Starts the gathers that these turns
+  // trigger.
   int64_t end_of_compute(int use, int64_t begin_ps) {
     const std::vector<Activation>& activations = s_.options.activations;
     const int first = activation_;

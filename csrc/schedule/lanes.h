@@ -41,7 +41,7 @@ struct LaneSpan {
   int64_t end_ps = 0;
 };
 
-// All chunks that are transferred for a weight within a use.
+// The chunks that are transferred for a weight within a use. A reduction has two spans; the second is its last chunk.
 struct ChunksSpan {
   int weight = 0;
   int use = 0;
@@ -65,7 +65,7 @@ struct StepLanes {
   int64_t exposed_ps() const { return total_ps - compute_ps; }  // time in which nothing is computed
 };
 
-// Returns true if the durations of all uses, and of the gathers of all weights with bytes, are known.
+// Returns true if there are uses, and the durations of all uses and of all gathers of weights with bytes are known.
 bool has_times(const StepSchedule& schedule);
 
 // Returns the predicted lanes of a step. Unknown durations count as 0.

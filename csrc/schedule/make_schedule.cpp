@@ -310,7 +310,8 @@ StepSchedule with_limit(StepSchedule schedule, int64_t limit_bytes) {
 }
 
 // Plans buffers and gathers for a schedule that has its reductions planned. Tries limits on buffer bytes from the
-// available memory down, and returns the first schedule that fits into the budget; nullopt if none does.
+// available memory down to `least_limit_bytes`, and returns the first schedule that fits into the budget; nullopt if
+// none does.
 std::optional<StepSchedule> fit_into_budget(int64_t budget_bytes, const StepSchedule& with_reductions,
                                             int64_t least_limit_bytes) {
   const int64_t available = budget_bytes - with_reductions.peak_outside_bytes - with_reductions.options.held_bytes;

@@ -205,9 +205,9 @@ struct StepSchedule {
 //      of all gathers (twice for a gather that overlaps no compute) plus the bytes of reductions that overlap no
 //      compute.
 //
-// Throws UserError if a use names an unknown weight or one weight twice, a value is negative, keep_bytes is above
-// use_bytes, gather_until names a use that does not exist, or the budget is too small. The message about the budget
-// names a budget that suffices; for weights of one size it is the least that does.
+// Throws UserError on invalid arguments (unknown or repeated weights, uses that do not exist, negative values,
+// keep_bytes above use_bytes, and others that the message names), or if the budget is too small. The message about the
+// budget names a budget that suffices; for weights of one size it is the least that does.
 StepSchedule make_schedule(std::vector<Weight> weights, std::vector<Use> uses, const ScheduleOptions& options);
 
 constexpr int64_t kMostChangesAhead = 8;  // largest `prefetch` that fastest_schedule tries
@@ -220,12 +220,13 @@ StepSchedule fastest_schedule(const std::vector<Weight>& weights, const std::vec
 
 // Returns the number of turns by which gathers of activations can be ahead within the budget, 1 or 0. It is 1 if there
 // are activations, `prefetch` is not 0, and a plan with activations one turn ahead and weights gathered at their uses
-// fits. It does not depend on times, which may differ between ranks of different meshes.
+// fits. It is 0 also if that plan has invalid arguments. It does not depend on times, which may differ between ranks
+// of different meshes.
 int64_t activations_ahead_within(const std::vector<Weight>& weights, const std::vector<Use>& uses,
                                  const ScheduleOptions& options);
 
 // Returns the least budget with which gathers are as far ahead as `prefetch` and `gather_until` require, and reductions
-// run alongside the next backward.
+// run alongside the next backward. options.budget_bytes does not matter. Throws UserError on invalid arguments.
 int64_t overlapping_budget_bytes(const std::vector<Weight>& weights, const std::vector<Use>& uses,
                                  const ScheduleOptions& options);
 
