@@ -27,7 +27,7 @@ int64_t end_of(const Box& box, int64_t offset, const std::vector<int64_t>& strid
   return extent == 0 ? 0 : offset + extent;
 }
 
-// Divides the destination elements of a box in place.
+// Divides the destination elements of a box, which must not be empty, in place.
 void divide_box(const Box& box, std::vector<double>& dst, double divisor) {
   if (divisor == 1) return;
   std::vector<int64_t> at(box.sizes.size(), 0);

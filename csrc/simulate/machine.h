@@ -19,6 +19,7 @@ class Machine {
   using Payload = std::vector<double>;  // the elements of a buffer, message or contribution
 
   // Adds a process that runs the program of a rank. `inputs` has the elements of its inputs, then of its destinations.
+  // Throws InvariantError for another number of inputs, or if the rank was added before.
   void add(Rank rank, Program program, std::vector<Payload> inputs);
 
   // Runs all ranks to the end. Throws InvariantError on a deadlock (all unfinished ranks wait), or if a sent message
@@ -104,12 +105,12 @@ class Machine {
   // Returns the bytes of an element of the buffer in the program's dtype, not in the simulator's doubles.
   static int64_t item_bytes(const Process& process, const BufferRange& range);
   // data() returns the address of a range, read() its elements; write() replaces them. They throw InvariantError if the
-  // buffer is not allocated now or is too small, and write() if it is an input.
+  // buffer is not allocated now or is too small, and write() if it is an input or the lengths differ.
   static double* data(Process& process, const BufferRange& range);
   static Payload read(Process& process, const BufferRange& range);
   static void write(Process& process, const BufferRange& range, const Payload& payload);
   using ContributionsByMember = std::map<Rank, Contribution>;
-  // Write the rank's result of a collective, once all members have contributed.
+  // Write the rank's result of a collective, once all members have contributed, and count the received bytes.
   void write_result(Process& process, const AllGather& operation, const ContributionsByMember& contributions);
   void write_result(Process& process, const ReduceScatter& operation, const ContributionsByMember& contributions);
   void write_result(Process& process, const AllReduce& operation, const ContributionsByMember& contributions);

@@ -20,8 +20,8 @@ struct SimulationReport {
   int64_t elements_checked = 0;  // elements of all ranks' results, all of which were correct
 };
 
-// Throws an InvariantError that names plan, rank and element if a result is wrong. Also throws if the bytes moved or
-// the peak memory differ from those that plan and program predict, and on a deadlock.
+// Simulates the plan. Throws an InvariantError that names plan, rank and element if a result is wrong. Also throws if
+// the bytes moved or the peak memory differ from those that plan and program predict, and on a deadlock.
 SimulationReport simulate(const Plan& plan);
 
 // Returns an estimate, rather too high, of the bytes of memory that `simulate` needs; at most 2^62. `peak_bytes` is the
