@@ -15,7 +15,7 @@ namespace shardwright {
 // own error when the first plan that needs it runs.
 const Lowering& lowering_of_backend(std::string_view backend, std::string_view device_type);
 
-// Returns the lowering for plans of a single rank, which has no process group.
+// Returns the lowering for plans of a single rank, which has no process group: kGloo for "cpu", else kNccl.
 const Lowering& lowering_of_device(std::string_view device_type);
 
 // Returns the default GEMM model for plans with this lowering: "h100" if transfers use device memory, else "cpu".

@@ -41,7 +41,7 @@ struct StepCounts {
   std::optional<ByLink> by_link = std::nullopt;
 };
 
-// Raises each maximum to the count of one rank if that is higher.
+// Raises the maxima of bytes and messages, received and sent, to the counts of one rank where its counts are higher.
 void raise_to(StepCounts& maxima, const Traffic& traffic);
 
 // Returns the predicted time of a step: collectives x step latency + max(messages received, sent) x message latency +
@@ -52,8 +52,9 @@ void raise_to(StepCounts& maxima, const Traffic& traffic);
 // 12 us per step, 1 us per message and copies of 8 MiB at 682 ps per KiB: 12 + 7 + 41.9 + 5.6 = 66.5 us.
 int64_t predicted_picoseconds(bool is_local, const StepCounts& counts, const Link& link, const Topology& topology);
 
-// Arithmetic on non-negative numbers. Results above 2^60 become 2^60, so that the sums of a plan do not overflow.
-// picoseconds_for returns the time to move `bytes` at this rate, rounded down.
+// Arithmetic on non-negative numbers. Results above 2^60 become 2^60, so that the sums of a plan do not overflow. The
+// arguments of saturating_sum must be at most 2^62. picoseconds_for returns the time to move `bytes` at this rate,
+// rounded down.
 int64_t picoseconds_for(int64_t bytes, int64_t ps_per_kib);
 int64_t saturating_product(int64_t a, int64_t b);
 int64_t saturating_sum(int64_t a, int64_t b);

@@ -50,8 +50,8 @@ struct GemmModel {
   void check() const;
 
   // Returns the time of one launch that computes `count` products of m x k by k x n, whose elements have `item_bytes`
-  // each. Compared with 16-bit operands, 8-bit operands run twice as fast, 32-bit operands half as fast and 64-bit
-  // operands a quarter as fast.
+  // each. Returns 0 if m, n or `count` is 0. Compared with 16-bit operands, 8-bit operands run twice as fast, 32-bit
+  // operands half as fast and 64-bit operands a quarter as fast.
   int64_t picoseconds(int64_t m, int64_t n, int64_t k, int64_t count, int64_t item_bytes) const;
 
   // Returns the number of waves of full-size tiles in which `count` m x n results are computed, at least 1. The last

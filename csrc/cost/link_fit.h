@@ -42,7 +42,8 @@ struct LinkFit {
 // The cost of a byte is computed from the two largest sizes, because buffers on the way absorb the first bytes of every
 // message, and small messages entirely. The other costs are fitted to the remaining time, with the points whose bytes
 // take less than half of the time. If all points have the same number of peers and `step` is not given, the costs of a
-// message and of a step cannot be told apart, and the cost of a message is 0.
+// message and of a step cannot be told apart, and the cost of a message is 0. If no two points have the same number of
+// peers and different sizes, or more bytes take no longer, the cost of a byte is fitted together with the other costs.
 //
 // Throws UserError if there are no points, or if the time of a point is not positive.
 LinkFit fit_link(const std::vector<LinkPoint>& points, std::optional<double> step = std::nullopt);
@@ -57,8 +58,9 @@ struct LinkFits {
 // Fits all links of a job. `between` has no points if all ranks are on one node, and `inside` has none if nodes have
 // one rank each; the link without points gets the costs of the other link. `crossing` names the mesh dims along which
 // ranks are on different nodes. All links have the step cost of `inside`. A mesh dim gets its own costs only if the
-// costs of the common link (`between` for crossing mesh dims, else `inside`) fit its points much worse, so that noise
-// does not change plans.
+// costs of the common link (`between` for crossing mesh dims, else `inside`) have an error (LinkFit::error) that is
+// larger by more than 0.25, so that noise does not change plans. Throws as fit_link does, if neither `inside` nor
+// `between` has points, or if a mesh dim has none.
 LinkFits fit_links(const std::vector<LinkPoint>& inside, const std::vector<LinkPoint>& between,
                    const std::map<std::string, std::vector<LinkPoint>>& mesh_dims,
                    const std::set<std::string>& crossing);

@@ -45,7 +45,8 @@ struct Topology {
   // Throws UserError if a number is not in [0, 2^40] (about a second in picoseconds), or if a name is not UTF-8.
   void check() const;
 
-  // Returns the worst latency and the worst bandwidth of the links along `mesh_dims`: the link of a group over them.
+  // Returns the link of a group over `mesh_dims`, which has the worst latency and the worst bandwidth of the links
+  // along them. Without mesh dims, returns a link with costs of 0.
   Link slowest_link(const Mesh& mesh, MeshDimSet mesh_dims) const;
   // Returns the link of a group over one mesh dim: its own if it has one, else `between` or `inside`.
   Link link_along(const Mesh& mesh, int mesh_dim) const;

@@ -115,6 +115,7 @@ std::string about_bytes(const Plan& plan, const Certificate& certificate) {
 }
 
 // Returns a sentence about the bytes that the busiest rank sends and their lower bounds, with and without forwarding.
+// The plan must be between two meshes (Certificate::crossing is set).
 std::string about_senders(const Certificate& certificate) {
   const ExchangeBound& bound = *certificate.crossing;
   return concat("the busiest rank sends ", bytes_text(certificate.traffic.sent_bytes_max),

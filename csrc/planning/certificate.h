@@ -49,8 +49,8 @@ Certificate certify(const Plan& plan, const PeakBytes& peak_bytes);
 // Certifies a plan whose `traffic`, totals(plan), and `received`, the lower_bound() of its layouts, are already known.
 Certificate certify(const Plan& plan, const TrafficTotals& traffic, const Bound& received, const PeakBytes& peak_bytes);
 
-// Returns a sentence for each bound that is not met, and for each property that the plan cannot guarantee. Searches for
-// the plan with the fewest bytes for comparison.
+// Returns a sentence for each bound that is not met, and for each property that the plan cannot guarantee; none if all
+// is well. If the bound on received bytes is not met, searches for the plan with the fewest bytes for comparison.
 std::vector<std::string> remarks(const Plan& plan, const Certificate& certificate);
 
 }  // namespace shardwright

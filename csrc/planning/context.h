@@ -86,7 +86,8 @@ class PlanningContext : public std::enable_shared_from_this<PlanningContext> {
   // options.
   CertifiedPlanPtr pinned(const Layout& src, const Layout& dst) const;
   bool has_pins() const { return pins_ != nullptr; }
-  // Returns this context without pins. Plans that the search finds do not depend on pins, so it is their cache key.
+  // Returns this context without pins. Plans that the search finds do not depend on pins, so the context without pins
+  // is part of their cache key.
   ContextPtr without_pins() const { return without_pins_ ? without_pins_ : shared_from_this(); }
 
   bool operator==(const PlanningContext& other) const;

@@ -21,8 +21,8 @@ constexpr int64_t kStagingBytes = int64_t{256} << 20;  // 256 MiB: see make_plan
 // Returns the cheapest plan found whose peak_bytes are at most `memory_limit`, in bytes. To save memory, it splits
 // steps into rounds, uses smaller intermediate layouts, or both. Without a limit, temporaries may take the bytes of the
 // larger part (source or destination) plus kStagingBytes; if every plan found needs more, returns the plan that needs
-// least. Throws UserError if no plan meets a given limit; the message names the smallest limit for which a plan was
-// found.
+// least. Throws UserError as make_plan does (search/make_plan.h), if the limit is negative, or if no plan found meets a
+// given limit; the message then names the smallest limit for which a plan was found.
 Plan make_plan_within(const Layout& src, const Layout& dst, const PlanOptions& options,
                       std::optional<int64_t> memory_limit);
 

@@ -20,7 +20,8 @@ struct PlanRequest {
   size_t hash() const { return (src.hash() * 31 + dst.hash()) * 31 + context->hash(); }
 };
 
-// A bounded, thread-safe cache. Plans are made outside the lock.
+// A bounded, thread-safe cache that drops the least recently used plan first. Plans are made outside the lock, so two
+// threads may make the same plan; both get the plan that was stored first.
 class PlanCache {
   struct Hash {
     size_t operator()(const PlanRequest& request) const { return request.hash(); }
@@ -28,7 +29,7 @@ class PlanCache {
   using Plans = BoundedCache<PlanRequest, CertifiedPlanPtr, Hash>;
 
  public:
-  static constexpr size_t kDefaultCapacity = 4096;
+  static constexpr size_t kDefaultCapacity = 4096;  // plans
 
   explicit PlanCache(size_t capacity = kDefaultCapacity) : plans_(capacity) {}
 

@@ -14,7 +14,7 @@ namespace {
 
 constexpr std::string_view kKind = "plan";
 
-// Returns pointers to the members that are written and read, in this order (to const for a const topology).
+// Return pointers to the members that are written and read, in this order (to const for a const argument).
 template <typename TopologyLike>
 auto fields_of_topology(TopologyLike& t) {
   return std::array{&t.ranks_per_node,    &t.step_ps,           &t.memory_ps_per_kib,

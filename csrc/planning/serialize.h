@@ -19,10 +19,13 @@ std::string to_bytes(const Plan& plan);
 // Throws UserError if the bytes are damaged, of another version, or no valid plan (check_steps in planning/validate.h).
 Plan from_bytes(std::string_view bytes);
 
-// Returns the plan as the string that PyTorch operators take: the move, then the bytes in base64.
+// Returns the plan as the string that PyTorch operators take: ends_of(plan), then the bytes in base64, as in
+// "float32[8, 4] on dp=2 as [S(0)] -> [R]|base64".
 std::string to_text(const Plan& plan);
 
-// Parts of plans. The readers throw UserError if a value does not pass the checks of its constructor.
+// Parts of plans. The readers throw UserError if a value does not pass the checks of its constructor or its check(),
+// and read_plan throws as from_bytes does. The topology of a mesh is neither written nor read, because a plan has its
+// own.
 void write(Writer& out, const Mesh& mesh);
 void write(Writer& out, const Lowering& lowering);
 void write(Writer& out, const Topology& topology);

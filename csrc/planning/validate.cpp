@@ -92,7 +92,8 @@ bool reduces_parts(const Step& step) {
   return true;
 }
 
-// Returns true if a step is a slice and each rank already holds all elements of its part after.
+// Returns true if a step is a slice that keeps pending reductions, and each rank already holds all elements of its part
+// after the step.
 bool is_valid_slice(const Step& step) {
   if (step.op != StepOp::kSlice || step.before.flattened() != step.after.flattened()) return false;
   if (!(step.before.partial_dims() == step.after.partial_dims()) || !same_pending_reductions(step.before, step.after))
