@@ -21,6 +21,7 @@ Layout without_partials(const Layout& layout);
 // and [S(0), S(1)].
 class Choices {
  public:
+  // `layout` must have no partials. `tensor_dims` must outlive the object.
   Choices(const Layout& layout, const std::vector<int>& tensor_dims) : layout_(layout), tensor_dims_(tensor_dims) {}
 
   // Allows a mesh dim to cut any of `tensor_dims` instead of what it cuts in the layout.
@@ -29,6 +30,7 @@ class Choices {
   void allow_replicated(int mesh_dim) { alternatives_[mesh_dim].push_back(kReplicated); }
 
   // Returns the layout itself, then layouts with one changed mesh dim, then with two, and so on; at most kMaxLayouts.
+  // Leaves out layouts in which a cut that is not into chunks would divide other lists than in the layout.
   std::vector<Layout> all() const;
 
  private:

@@ -26,8 +26,8 @@ class CrossingCost {
   Cost of(const Step& step, const GridExchange& crossing, const StepCounts& maxima) const;
 
   // Returns the cheaper of the crossings with ReplicaPolicy::kWholeMessages and ReplicaPolicy::kEvenBytes, and its
-  // cost. Returns nullopt if lower bounds show that is_worth is false for both. `is_worth(cost)` must be true exactly
-  // for costs below some limit.
+  // cost. Returns nullopt if lower bounds show that is_worth is false for both. So is_worth may also be false for the
+  // returned cost. `is_worth(cost)` must be true exactly for costs below some limit. The layouts must have no partials.
   std::optional<std::pair<Step, Cost>> cheapest(
       const Layout& before, const Layout& after,
       const std::function<bool(const Cost&)>& is_worth = [](const Cost&) { return true; }) const;
@@ -40,7 +40,7 @@ class CrossingCost {
 // Returns a lower bound on the predicted time of every plan between two layouts, in picoseconds. It is the sum of the
 // latency of one step and one message on the fastest link, the copy of the result, and the larger of two transfer
 // times: of the bytes that some rank must receive or send, and of the bytes that must enter or leave some node, divided
-// by the node's number of ranks.
+// by the node's number of ranks. If no rank must receive anything, it is the copy alone.
 int64_t least_picoseconds_between(const Layout& src, const Layout& dst, const Topology& topology);
 
 }  // namespace shardwright

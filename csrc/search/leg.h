@@ -17,7 +17,7 @@ struct Leg {
   Layout to;         // the last layout of the leg
   int64_t elements;  // elements of the largest part of `layout`
   Cost cost_bound;   // lower bound on the cost of the leg; exact once the steps are known
-  std::optional<std::vector<Step>> steps;
+  std::optional<std::vector<Step>> steps;  // set by find_steps(); empty if `from` and `to` are equal
   int64_t sent_bytes = 0;      // sum over steps of the bytes that the busiest rank sends; 0 until the steps are known
   int64_t received_bytes = 0;  // sum over steps of the bytes that the worst rank receives; 0 until the steps are known
 

@@ -24,7 +24,8 @@ struct PlanOptions {
   std::optional<Topology> topology = std::nullopt;
   // Sets of mesh dims that moves may span; empty: any.
   std::vector<MeshDimSet> groups = {};
-  // Maximum number of elements that a rank may hold between two steps; 0: any number.
+  // Maximum number of elements that a rank may hold between two steps; 0: any number. Rearrangements ignore it, and the
+  // source, the goal and a reduced source may be larger.
   int64_t max_held = 0;
 
   bool operator==(const PlanOptions& other) const = default;

@@ -33,7 +33,7 @@ struct OverRelays {
 // The numbers of levels of relays to try for the ranks of a layout, from sizes alone.
 class RelayShapes {
  public:
-  // Relays stand for blocks of the ranks of `many`.
+  // Relays stand for blocks of the ranks of `many`, which must have no partials. `topology` must outlive the object.
   RelayShapes(const Layout& many, const Topology& topology);
 
   // Numbers of crossings. Crossings within nodes come last; the other crossings are between nodes, or between any ranks
@@ -45,10 +45,10 @@ class RelayShapes {
     auto operator<=>(const Shape&) const = default;
   };
 
-  // Returns shapes, the fastest first. `few` is the number of ranks that send at the same time in the first crossing
-  // (or receive in the last).
+  // Returns shapes, at least one, the fastest first. `few` is the number of ranks that send at the same time in the
+  // first crossing (or receive in the last), above 0.
   std::vector<Shape> all(int64_t few) const;
-  // Returns the number of ranks of the layout that hold elements.
+  // Returns the number of ranks of the layout that hold elements; at least 1.
   int64_t members() const { return members_; }
 
  private:
@@ -61,8 +61,9 @@ class RelayShapes {
 };
 
 // Returns the cheapest crossings from `from` to `to` over relays that were found. Relays stand for ranks of `to` if
-// `fans_out`, else for ranks of `from`. Returns nullopt if is_worth is false for the cost of all of them.
-// `is_worth(cost)` must be true exactly for costs below some limit.
+// `fans_out`, else for ranks of `from`. Returns nullopt if there are no relays, if all of them would hold more than
+// options.max_held, or if is_worth is false for the cost of all crossings found. `is_worth(cost)` must be true exactly
+// for costs below some limit. The layouts must have no partials.
 std::optional<OverRelays> cheapest_over_relays(const Layout& from, const Layout& to, bool fans_out,
                                                const PlanOptions& options, const Topology& topology,
                                                const std::function<bool(const Cost&)>& is_worth);

@@ -54,7 +54,7 @@ Layout without_dims(const Layout& layout, MeshDimSet mesh_dims) {
                 layout.flattened());
 }
 
-// Returns the list of disjoint intervals in any order.
+// Returns the ascending list of disjoint intervals that are given in any order.
 IntervalList union_of(const std::vector<Interval>& intervals) {
   IntervalList list;
   for (const Interval& interval : sorted_by_begin(intervals)) append(list, interval);
@@ -68,6 +68,7 @@ constexpr int kReplicas = -1;
 // one tensor dim, as its members. A block consists of a range of members of each axis.
 class Blocks {
  public:
+  // `ranks` is the maximum number of ranks of a block. If `ranks_per_node` is 0, blocks may span nodes.
   Blocks(const Layout& layout, int64_t ranks, int64_t ranks_per_node)
       : layout_(layout), grid_(layout), ranks_per_node_(ranks_per_node) {
     divide(kReplicas, ranks);

@@ -16,8 +16,8 @@
 
 namespace shardwright {
 
-// Returns the cut rule that gives the indices lists[c] to coordinate c of a mesh dim: chunks, runs of any lengths, or
-// pieces. The lists must be ascending and disjoint.
+// Returns the cut rule that gives the indices lists[c] to coordinate c of a mesh dim: chunks if possible, else runs of
+// any lengths, else pieces. Each list must ascend, and the lists must be disjoint.
 CutRule rule_of(const std::vector<std::vector<Interval>>& lists);
 
 // Returns the number of ranks of a layout without partials that hold elements.
@@ -31,15 +31,15 @@ int64_t ranks_with_elements(const Layout& layout);
 //                             in blocks of 8     relay=4 as [S(0)]: blocks of 4 replicas of 2 parts; ranks 0, 2, 4, 6
 //
 // If `ranks_per_node` is above 0, all ranks of a block are on one node, which is `ranks_per_node` consecutive ranks.
-// Returns nullopt if there would be fewer than two blocks or as many as ranks, or if the parts of a cut tensor dim have
-// more than kMaxRelayRuns intervals together.
+// Returns nullopt if the tensor is empty, if there would be fewer than two blocks or as many as ranks with elements, or
+// if the parts of a tensor dim that the relays cut have more than kMaxRelayRuns intervals together.
 constexpr size_t kMaxRelayRuns = 1 << 16;
 std::optional<Layout> relays_in_blocks(const Layout& layout, int64_t ranks, int64_t ranks_per_node = 0);
 
-// Returns at most kMaxRelayLayouts layouts on about `wanted` relays each. The first is that of relays_in_blocks(). In
-// each further layout, a block is the ranks that differ only in some mesh dims, which make the innermost cuts of their
-// tensor dims or cut nothing; the relays have the other mesh dims and their cuts. Numbers of relays near `wanted` come
-// first.
+// Returns at most kMaxRelayLayouts layouts on about `wanted` relays each, possibly none. The first is that of
+// relays_in_blocks(), if it has one. In each further layout, a block is the ranks that differ only in some mesh dims,
+// which make the innermost cuts of their tensor dims or cut nothing; the relays have the other mesh dims and their
+// cuts. Of these layouts, numbers of relays near `wanted` come first.
 constexpr size_t kMaxRelayLayouts = 3;
 std::vector<Layout> relays_of(const Layout& layout, int64_t wanted);
 

@@ -38,6 +38,8 @@ struct Node {
 // is 19 us for one or more steps, and 28 us for two or more.
 class LatencyBound {
  public:
+  // `inside` has the best values of all links, and `between` those of links between nodes. `node_size` is the number of
+  // ranks along all mesh dims within nodes.
   LatencyBound(int64_t step_ps, const Link& inside, const Link& between, int64_t node_size)
       : step_ps_(step_ps), inside_(inside), between_(between), node_size_(node_size) {}
 
@@ -121,7 +123,7 @@ class Search {
     nodes_[kSource].reached = Cost();
   }
 
-  // Returns a lower bound on the predicted time from source to goal, in picoseconds.
+  // Returns a lower bound on Cost::first from source to goal: picoseconds, or bytes under the objective "bytes".
   int64_t lower_bound() { return lower_bound_to_goal(nodes_[kSource].state).first; }
 
   // Returns the cheapest sequence of steps.

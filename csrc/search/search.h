@@ -19,12 +19,14 @@ struct Cost {
   Cost operator+(const Cost& other) const;
 };
 
-// Returns the cheapest sequence of moves. The pending reductions of `goal` must also be pending in `src`. Throws
-// UserError if options.groups do not suffice.
+// Returns the cheapest sequence of moves; empty if `goal` has the cuts and pending reductions of `src`. The layouts
+// must be on one mesh and need no rearrangement, and the pending reductions of `goal` must also be pending in `src`.
+// Throws UserError if options.groups do not suffice.
 std::vector<Step> cheapest_moves(const Layout& src, const Layout& goal, const PlanOptions& options,
                                  const Topology& topology);
 
-// Returns a lower bound on the predicted time of any sequence of moves.
+// Returns a lower bound on Cost::first of any sequence of moves between these layouts, as for cheapest_moves():
+// picoseconds, or bytes if the objective is kBytes.
 int64_t least_picoseconds(const Layout& src, const Layout& goal, const PlanOptions& options, const Topology& topology);
 
 }  // namespace shardwright

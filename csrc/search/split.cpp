@@ -31,7 +31,7 @@ Layout renumbered(const Layout& layout, const MeshPtr& mesh, const std::vector<i
 }
 
 // Returns the largest `count` such that each block of `count` consecutive coordinates, from a multiple of `count` on,
-// is on one node.
+// is on one node. Returns all coordinates if nodes are unknown, and 1 on a mesh of more than kMaxRanksSearched ranks.
 int64_t coordinates_on_a_node(const Mesh& mesh, int mesh_dim, int64_t ranks_per_node) {
   const int64_t k = mesh.dim_size(mesh_dim);
   if (ranks_per_node <= 0) return k;

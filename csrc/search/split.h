@@ -13,10 +13,10 @@
 
 namespace shardwright {
 
-// Returns the layout with the same parts in which `mesh_dim` is split into mesh dims of these sizes. Each size must be
-// above 1, and their product must be the size of `mesh_dim`.
-// `mesh_dim` must cut nothing and must not be pending; otherwise throws InvariantError. The new names are the old name
-// and a number. Returns nullopt if the mesh already has such names.
+// Returns the layout with the same parts in which `mesh_dim` is split into mesh dims of these sizes, outermost first.
+// Each size must be above 1, and their product must be the size of `mesh_dim`. `mesh_dim` must cut nothing and must not
+// be pending; otherwise throws InvariantError. The new mesh dims are named as the old one, followed by ".0", ".1" and
+// so on. Returns nullopt if the mesh already has a dim of such a name.
 std::optional<Layout> split(const Layout& layout, int mesh_dim, const std::vector<int64_t>& sizes);
 
 // The inverse of split(): returns the layout on `mesh` with the same parts as `layout`. Returns nullopt unless the mesh
@@ -24,7 +24,8 @@ std::optional<Layout> split(const Layout& layout, int mesh_dim, const std::vecto
 std::optional<Layout> joined(const Layout& layout, const MeshPtr& mesh);
 
 // Returns the ways to split a mesh dim, each as a list of sizes, outermost first. The first ways give the ranks of a
-// node (`ranks_per_node` consecutive ranks) a mesh dim of their own; the others split evenly.
+// node (`ranks_per_node` consecutive ranks) a mesh dim of their own. With 0 there are no such ways. The other ways
+// split into about equal sizes, if the mesh dim has more than 8 ranks. Returns no ways if its size is prime.
 std::vector<std::vector<int64_t>> ways_to_split(const Mesh& mesh, int mesh_dim, int64_t ranks_per_node);
 
 }  // namespace shardwright

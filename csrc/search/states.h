@@ -7,8 +7,9 @@
 
 namespace shardwright {
 
-// Returns the states of the search, each once, without pending reductions, in an order that depends on `src` and `goal`
-// alone. Only the mesh dims `free` may cut. `table` numbers the lists of cuts; new lists are added to it.
+// Returns the states of the search, at most 20,000, each once, without pending reductions, in an order that depends on
+// the layouts and `free` alone. Only the mesh dims `free` may cut. `table` numbers the lists of cuts; new lists are
+// added to it.
 //
 // A state is a list of cuts for each tensor dim. With up to three mesh dims all lists are considered: every order, and
 // for each cut every split factor that can result if earlier mesh dims are gathered or do not cut yet. With more mesh

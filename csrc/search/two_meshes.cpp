@@ -49,7 +49,8 @@ struct CommonRanks {
   bool shares_nodes = false;  // some node has ranks of both meshes
 };
 
-// A node is `ranks_per_node` consecutive ranks. With 0, all ranks are on one node.
+// Returns what two meshes have in common. A node is `ranks_per_node` consecutive ranks; with 0, all ranks are on one
+// node.
 CommonRanks common_ranks(const Mesh& a, const Mesh& b, int64_t ranks_per_node) {
   CommonRanks common;
   std::set<int64_t> nodes;
