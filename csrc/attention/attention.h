@@ -95,7 +95,7 @@ struct Attention {
   bool supports_two_level() const { return 1 < ranks_per_node && ranks_per_node < mesh->size(); }
   const std::vector<IntervalList>& parts_of_keys() const { return key_parts.empty() ? parts : key_parts; }
   int64_t length() const;      // number of tokens in the sequence of queries
-  int64_t key_length() const;  // number of tokens in the sequence of keys
+  int64_t key_length() const;  // number of tokens in the sequence of keys; keys_are_whole needs non-empty key_parts
   // Return the number of rows in a rank's local queries, and in its local keys and values.
   int64_t rows(int64_t position) const { return shardwright::length(parts[position]); }
   int64_t key_rows(int64_t position) const { return shardwright::length(parts_of_keys()[position]); }
@@ -107,8 +107,8 @@ struct Attention {
 // nodes hold different numbers of positions, or if the positions on a node are not consecutive.
 int64_t ranks_per_node_of(const Mesh& mesh, const Topology& topology);
 
-// Returns the mesh whose groups the programs use: [number of nodes, ranks_per_node] for two_level, else the attention's
-// mesh.
+// Returns the mesh whose groups the programs use: [number of nodes, ranks_per_node] for two_level, which needs
+// supports_two_level(), else the attention's mesh.
 MeshPtr mesh_of_programs(const Attention& attention);
 
 // Returns the attention with MaskTensor{} in place of its mask tensor, if it has one. Ranks compare the results: the

@@ -19,6 +19,7 @@ class Backward {
         of_keys_(writer_, HeadKind::kKeys, share_.kv_heads()),
         t_(tensors) {}
 
+  // Emits all instructions; none if this rank holds neither queries nor keys.
   void emit() {
     if (t_.q.count() > 0 || t_.k.count() > 0) attend_to_all_keys();
   }

@@ -29,13 +29,14 @@ struct SequenceBlock {
 // The blocks of one sequence.
 class SequenceBlocks {
  public:
-  // `blocks` must be sorted by tokens. The number of a block is its index.
+  // `blocks` must be sorted by tokens, with owners in [0, num_ranks). The number of a block is its index.
   SequenceBlocks(std::vector<SequenceBlock> blocks, int64_t num_ranks);
   // Makes the blocks of a sequence that every rank holds in full: of_rank() returns all blocks for every rank. The
   // owner of each block must be 0.
   static SequenceBlocks whole(std::vector<SequenceBlock> blocks, int64_t num_ranks);
   // Returns the same blocks on fewer ranks: each new rank has the rows of `count` consecutive ranks, one after the
-  // other. With count = 2, rank 1 becomes rank 0, and its first row follows the last row of the old rank 0.
+  // other. With count = 2, rank 1 becomes rank 0, and its first row follows the last row of the old rank 0. `count`
+  // must divide the number of ranks. Not for blocks made by whole().
   SequenceBlocks joined(int64_t count) const;
 
   const SequenceBlock& operator[](int index) const { return blocks_[index]; }
@@ -52,15 +53,17 @@ class SequenceBlocks {
 // are the number of a block of queries and the number of a block of keys.
 class BlockProducts {
  public:
-  explicit BlockProducts(const Attention& attention);
+  explicit BlockProducts(const Attention& attention);  // check(attention) must pass
   // Joins the ranks of both sequences (SequenceBlocks::joined).
   BlockProducts joined(int64_t count) const;
 
   const SequenceBlocks& queries() const { return queries_; }
   const SequenceBlocks& keys() const { return keys_; }
 
-  // Return the visible pairs of two blocks, and the shape of the visible pairs.
+  // Returns the visible pairs of two blocks, relative to their first tokens. Blocks of different documents have an
+  // empty band.
   Band band(int queries, int keys) const;
+  // Returns the shape of the visible pairs: kSkip if there are none.
   BlockShape shape(int queries, int keys) const;
   bool overlap(int queries, int keys) const { return shape(queries, keys) != BlockShape::kSkip; }
   // Returns one entry per block of keys: true if this block of queries overlaps it.

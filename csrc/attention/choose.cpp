@@ -13,7 +13,7 @@ namespace shardwright {
 namespace {
 
 constexpr int64_t kSameTimePercent = 2;  // of methods whose times differ by at most this, the least memory decides
-constexpr int64_t kMostRanksShown = 16;
+constexpr int64_t kMostRanksShown = 16;  // maximum number of ranks whose block products describe() shows
 constexpr int64_t kPicosecondsPerMicrosecond = 1'000'000;
 
 // Returns the positions of the ranks whose programs are timed.
@@ -70,6 +70,7 @@ std::string keys_text(const Attention& a) {
   return text;
 }
 
+// Returns picoseconds as microseconds, rounded down: "12 us".
 std::string microseconds(int64_t ps) { return concat(ps / kPicosecondsPerMicrosecond, " us"); }
 
 }  // namespace

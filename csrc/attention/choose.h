@@ -26,17 +26,21 @@ struct AttentionForecast {
   int64_t total_ps() const { return forward_ps + backward_ps; }
 };
 
-// Returns one forecast for each method that supports this attention on this topology, serial first.
+// Returns one forecast for each method that supports this attention on this topology, serial first. If no keys move
+// (one rank, or every rank holds all keys), returns only the forecast of serial. Ignores the attention's method
+// and ranks_per_node. Throws UserError as check() does.
 std::vector<AttentionForecast> forecasts(const Attention& attention, const Topology& topology, const GemmModel& model,
                                          bool with_backward);
 
 // Returns the method with the least predicted time. Of the methods that take at most 2% longer, returns the one with
-// the least memory. Returns serial unless the fastest method saves kLeastGainPercent (products/timeline.h) of serial's
-// time. The choice depends on arguments that are the same on all ranks, so all ranks make the same choice.
+// the least memory. Returns serial unless the fastest method saves at least kLeastGainPercent (products/timeline.h) of
+// serial's time. The time includes the backward if `with_backward` is true. Throws UserError as check() does. The
+// choice depends on arguments that are the same on all ranks, so all ranks make the same choice.
 AttentionMethod choose(const Attention& attention, const Topology& topology, const GemmModel& model,
                        bool with_backward);
 
-// Returns the text of `explain`: the sizes, the block products of each rank, and the predictions.
+// Returns the text of `explain`: the sizes, the block products of each of the first 16 ranks, and the
+// predictions. Throws UserError as check() does.
 std::string describe(const Attention& attention, const Topology& topology, const GemmModel& model);
 
 }  // namespace shardwright

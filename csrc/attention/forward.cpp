@@ -14,6 +14,7 @@ class Forward {
   Forward(AttentionWriter& writer, const HeadShare& share, const ForwardTensors& tensors)
       : writer_(writer), results_(writer, share), t_(tensors) {}
 
+  // Emits all instructions. Blocks of queries that see no keys come first.
   void emit() {
     for (const int queries : writer_.products.queries().of_rank(writer_.me)) {
       if (writer_.products.keys_of(queries).empty()) set_empty_result(queries);

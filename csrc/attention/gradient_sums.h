@@ -38,10 +38,10 @@ using BlockGradients = std::vector<Heads>;
 // sender needs, the message has the sums of some tree nodes, each as dk followed by dv.
 struct ReturnedSums {
   struct Sum {
-    int keys = 0;   // number of the block of keys
-    TreeNode node;  // unused for sums by rank
-    int first = 0;  // the first block of queries that the node joins and that contributes; -1 for sums by rank
-    BlockGradients at;
+    int keys = 0;       // number of the block of keys
+    TreeNode node;      // unused for sums by rank
+    int first = 0;      // the first block of queries that the node joins and that contributes; -1 for sums by rank
+    BlockGradients at;  // memory of dk and dv in ReturnedSums::buffer
   };
   std::vector<Sum> sums;
   BufferId buffer = kMissingBuffer;  // missing if there is nothing to send
@@ -51,10 +51,12 @@ struct ReturnedSums {
 // keys received from another rank. For each product, call sum_for(), emit the product, and call finish_product().
 class GradientSums {
  public:
-  // `heads` is the number of heads of each sum.
+  // Sums dq of blocks of queries for kQueries, dk and dv of blocks of keys for kKeys. `heads` is the number of heads of
+  // each sum.
   GradientSums(AttentionWriter& writer, HeadKind kind, int64_t heads);
 
-  // Sets the memory to which the complete gradient of the block is added. The memory must hold zeros at first.
+  // Sets the memory to which the complete gradient of the block is added. The memory must hold zeros at first. For sums
+  // by rank, every block needs this call or set_memory() before sum_for() or add_received().
   void set_total(int block, BlockGradients total);
   // Sets the memory of a sum that will be sent: its place in the message, which must hold zeros at first.
   void set_memory(const ReturnedSums::Sum& sum);
@@ -62,7 +64,8 @@ class GradientSums {
   // Returns the memory to which the product of `block` and `other` must add its contribution. For sums by rank it is
   // the block's total; for sums by token, memory given to set_memory, or new memory that is set to zeros.
   BlockGradients sum_for(int block, int other);
-  // Records that the product of `block` and `other` was emitted, and emits all merges that this makes possible.
+  // Records that the product of `block` and `other` was emitted, and emits all merges that this makes possible. Needs
+  // an earlier sum_for() of the same blocks.
   void finish_product(int block, int other);
   // Emits the addition of a sum that was received from another rank.
   void add_received(const ReturnedSums::Sum& sum);
@@ -91,7 +94,8 @@ class GradientSums {
 };
 
 // Allocates a buffer for the sums of `heads` heads that rank `by` computes for the owner's keys, and returns the places
-// of the sums in it. Sender and receiver get the same places.
+// of the sums in it. Sender and receiver get the same places. Returns no sums and a missing buffer if `by` needs none
+// of the owner's keys. The sender must fill the buffer with zeros first.
 ReturnedSums returned_sums(AttentionWriter& writer, int64_t owner, int64_t by, int64_t heads);
 
 // Returns the pairs (queries, keys) of overlapping blocks, in the order in which their products are computed. For sums

@@ -24,15 +24,16 @@ class HeadExchange {
     HeadKind kind = HeadKind::kQueries;
   };
   // Emits one transfer that gathers this rank's share of the heads of every tensor, for the rows of all ranks, and a
-  // wait for it. Other methods refer to a gathered tensor by its index in `tensors`.
+  // wait for it. Other methods refer to a gathered tensor by its index in `tensors`. A later call replaces the tensors.
   void gather(const std::vector<Tensor>& tensors);
   // Gather q, k, v (tensors 0 to 2), or q, k, v, out, dout, lse (tensors 0 to 5).
   void gather(const ForwardTensors& t);
   void gather(const BackwardTensors& t);
-  // Emits a copy of a gathered tensor to one new tensor [batch, this rank's heads, rows of all ranks, depth], and
-  // returns the new tensor.
+  // Emits a copy of a gathered tensor to one new tensor [batch, this rank's heads, rows of all ranks, depth], with
+  // rows by ascending position, and returns the new tensor.
   HeadsTensor joined(size_t tensor);
-  // Returns the rows of a block in a gathered tensor, beginning with the first head of this rank's share.
+  // Return the rows of a block of any rank in a gathered tensor, beginning with the first head of this rank's share;
+  // rows_at is for an lse.
   Heads at(size_t tensor, const SequenceBlock& block) const;
   HeadRows rows_at(size_t tensor, const SequenceBlock& block) const;
 
@@ -48,7 +49,7 @@ class HeadExchange {
     std::vector<Result> received;  // one for each sent result, in the same order
   };
   // Emits a transfer that sends to the rank `distance` ahead and receives from the rank `distance` behind. All ranks
-  // must call it.
+  // must call it. The ticket is kNoTicket if this rank neither sends nor receives.
   ResultTransfer start_transfer(int64_t distance, const std::vector<Result>& sent);
   // Emit a wait for a transfer, then copies of its received results to their heads of `tensors`, or additions to their
   // heads of `sums`. `tensors` and `sums` have this rank's rows of all heads, one tensor per result.
@@ -56,8 +57,8 @@ class HeadExchange {
   void add_to(const std::vector<HeadsTensor>& sums, const ResultTransfer& transfer);
 
  private:
-  // Return the tensor that has a block's rows of this rank's share of the heads, and the first head and row of the
-  // block in it. This rank's own rows are not copied: they are read from its local tensor, which has all heads.
+  // Return the first head and row of a block in tensor_with(), and the tensor that has the block's rows of this rank's
+  // share of the heads. This rank's own rows are not copied: they are read from its local tensor, which has all heads.
   HeadsOffset offset_of(size_t tensor, const SequenceBlock& block) const;
   const HeadsTensor& tensor_with(size_t tensor, const SequenceBlock& block) const;
 

@@ -35,7 +35,8 @@ class MergeTree {
 
   // Adds the item of a node, and merges it with its sibling, the result with the next sibling, and so on, until a
   // sibling is missing. `merge(left, right)` must merge the item `right` into `left`, the item of the earlier blocks.
-  // Returns the item of all blocks if it is now complete, else nullopt.
+  // Returns the item of all blocks if it is now complete, else nullopt. The node must join a contributing block. No
+  // contributing block may be added twice, alone or in a larger node.
   template <typename Merge>
   std::optional<Item> add(TreeNode node, Item item, const Merge& merge) {
     for (; num_contributing(node) < before_.back(); node = {node.level + 1, node.index / 2}) {

@@ -23,10 +23,12 @@ class PartialResults {
   bool attend(int queries, const Heads& q, int keys, const Heads& k, const Heads& v,
               const std::optional<PairMask>& mask = std::nullopt);
   // Emits the result of a block of queries that see no keys: zeros, and an lse of minus infinity.
+  // `q` has the rows of the block, as in attend().
   void set_empty_result(int queries, const Heads& q);
 
-  // Emits copies of the complete result of a block of queries to `out` and `lse`, beginning at row `row` of head
-  // `first_head`, and forgets the result. Throws InvariantError if the result is incomplete.
+  // Emits copies of the complete result of a block of queries to `out`, rounded to Attention::dtype, and to `lse`,
+  // beginning at row `row` of head `first_head`, and forgets the result. Throws InvariantError if the result is
+  // incomplete.
   void store(int queries, int64_t row, const HeadsTensor& out, const HeadsTensor& lse, int64_t first_head);
 
  private:

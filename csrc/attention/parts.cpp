@@ -14,6 +14,7 @@ const Attention& checked(const Attention& attention) {
   return attention;
 }
 
+// Returns the position of a rank. Throws UserError if the rank is not on the attention's mesh.
 int64_t position_of(const Attention& attention, Rank rank) {
   const std::optional<Position> position = attention.mesh->position_of(rank);
   check_user(position.has_value(), "rank must be on the mesh (", *attention.mesh, "), got ", rank);

@@ -85,7 +85,8 @@ struct AttentionWriter {
 
   // Declare the inputs of a forward or backward (compile.h) and begin its step. new_forward_tensors also declares the
   // outputs. new_backward_tensors sets the gradients to zeros; add_gradient_outputs must declare them as outputs once
-  // all products were added.
+  // all products were added, and casts them to Attention::dtype. The first two throw UserError unless the mask tensor
+  // has 1 row or the rank's number of rows.
   ForwardTensors new_forward_tensors();
   BackwardTensors new_backward_tensors();
   void add_gradient_outputs(const BackwardTensors& tensors);
@@ -94,8 +95,11 @@ struct AttentionWriter {
   HeadsTensor new_sum(HeadsTensor like);
 
  private:
+  // Declares an input [batch, heads, rows, depth] in Attention::dtype.
   HeadsTensor new_input(int64_t heads, int64_t rows, int64_t depth);
+  // Declares the mask tensor as an input; returns nullopt without one.
   std::optional<PairMask> new_mask_input();
+  // Declares an output: the sum, cast to Attention::dtype.
   void add_sum_output(const HeadsTensor& sum);
 };
 
@@ -118,7 +122,7 @@ void append_box(std::vector<Box>& boxes, const HeadsTensor& src, HeadsOffset fro
 struct KeyRows {
   std::vector<int> blocks;           // numbers of the needed blocks
   int64_t rows = 0;                  // number of rows of the needed blocks
-  bool are_all = false;              // true if all rows of the owner are needed
+  bool are_all = false;              // true if all rows of the owner are needed, or the owner has none
   std::map<int, int64_t> first_row;  // by block: the row of the tensor at which the block begins
 };
 // Returns the rows of the owner's keys that rank `by` needs.
@@ -146,7 +150,7 @@ class KeyExchange {
   // Emits the start of a group's transfer, after copies of the rows to send if a rank does not need all rows. The
   // received data is kept until the transfer of the group after next starts.
   void start(size_t group);
-  // Emits the wait for a group's transfer.
+  // Emits the wait for a group's transfer; nothing if the group had nothing to send or receive.
   void wait(size_t group) { writer_.builder.wait(tickets_[group]); }
   // Returns the data received from the rank that is `distance` behind. Its group must have been started.
   const KeyValues& received(int64_t distance) const { return received_.at(distance); }
@@ -167,6 +171,7 @@ class KeyExchange {
 };
 
 // Returns the groups of distances of a method that sends keys. For 4 ranks: {{1}, {2}, {3}} for ring, else {{1, 2, 3}}.
+// For 1 rank: no groups.
 std::vector<std::vector<int64_t>> distance_groups(AttentionMethod method, int64_t num_ranks);
 
 // Heads that are computed as one product: each head of keys is shared by q_heads / kv_heads heads of queries.

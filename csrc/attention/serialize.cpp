@@ -7,7 +7,7 @@
 namespace shardwright {
 namespace {
 
-constexpr std::string_view kKind = "attention";
+constexpr std::string_view kKind = "attention";  // kind in the first line of the wire format
 
 void write(Writer& out, const IntervalList& part) {
   out.list(part, [&](const Interval& run) {
@@ -49,6 +49,7 @@ void write(Writer& out, const MaskTensor& mask) {
   out.integers(mask.shape());
 }
 
+// Throws UserError for an unknown dtype, or unless there are 4 sizes.
 MaskTensor read_mask_tensor(Reader& in) {
   MaskTensor mask;
   mask.dtype = DType::parse(in.text());

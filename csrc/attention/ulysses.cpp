@@ -76,8 +76,7 @@ class UlyssesForward {
 
 // Writes the backward. The gradients of queries are complete on the rank that computes their heads. If several ranks
 // compute products with one head of keys, the owner of the rows adds up the gradients of these ranks, by increasing
-// distance. For sums by token
-// (gradient_sums.h), one rank computes each head of keys.
+// distance. For sums by token (gradient_sums.h), one rank computes each head of keys.
 class UlyssesBackward {
  public:
   UlyssesBackward(const Attention& attention, Rank rank)
