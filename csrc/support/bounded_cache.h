@@ -17,6 +17,7 @@ namespace shardwright {
 template <typename Key, typename Value, typename Hash = std::hash<Key>>
 class BoundedCache {
  public:
+  // `capacity` is the maximum number of entries; 0 acts as 1.
   explicit BoundedCache(size_t capacity) : capacity_(capacity) {}
 
   // The numbers of hits and misses since the last reset, and of entries now.
@@ -48,6 +49,7 @@ class BoundedCache {
     entries_.emplace(&recent_first_.front().first, recent_first_.begin());
     return value;
   }
+  // As above, with an is_good() that accepts every value.
   template <typename Make>
   Value get_or_make(const Key& key, Make&& make) {
     return get_or_make(key, std::forward<Make>(make), [](const Value&) { return true; });
@@ -60,11 +62,13 @@ class BoundedCache {
     return counts;
   }
 
+  // Sets the numbers of hits and misses to 0. Keeps the entries.
   void reset_counts() {
     const std::lock_guard lock(mutex_);
     counts_ = {};
   }
 
+  // Removes all entries. Keeps the numbers of hits and misses.
   void clear() {
     const std::lock_guard lock(mutex_);
     entries_.clear();

@@ -55,7 +55,8 @@ std::string concat(const Parts&... parts) {
   return text;
 }
 
-// Returns the texts of a range of values that append_text accepts, with a separator between them: "a, b, c".
+// Returns the texts of a range of values that append_text accepts, with a separator between them: "a, b, c". Returns ""
+// for an empty range.
 template <typename Range>
 std::string join(const Range& range, std::string_view separator = ", ") {
   std::string text;

@@ -8,8 +8,8 @@
 
 namespace shardwright {
 
-// Returns the enumerator e in [0, last] with name_of(e) == name. If there is none, throws UserError that names
-// `argument` and lists the allowed names.
+// Enumerators must be 0 to `last` without gaps. Returns the enumerator e with name_of(e) == name. If there is none,
+// throws UserError that names `argument` and lists the allowed names.
 template <typename Enum>
 Enum parse_name(const std::string& argument, const std::string& name, Enum last, const char* (*name_of)(Enum)) {
   std::vector<std::string> known;

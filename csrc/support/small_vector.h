@@ -62,7 +62,7 @@ class SmallVector {
   bool operator==(const SmallVector& other) const { return std::equal(begin(), end(), other.begin(), other.end()); }
 
  private:
-  // Moves the items to an allocation of this capacity.
+  // Moves the items to an allocation of this capacity, which must be at least size().
   void grow(size_t capacity) {
     auto more = std::make_unique<T[]>(capacity);
     std::copy(begin(), end(), more.get());

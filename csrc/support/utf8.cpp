@@ -8,7 +8,7 @@
 namespace shardwright {
 namespace {
 
-// Returns the text with bytes that are not printable ASCII written as \xff.
+// Returns the text with bytes that are not printable ASCII written as \x and two hex digits.
 std::string with_escapes(std::string_view text) {
   std::string out;
   for (const char c : text) {

@@ -10,7 +10,7 @@ namespace shardwright {
 bool is_utf8(std::string_view text);
 
 // Throws UserError unless `text` is UTF-8. The error names `argument` and shows the text, with bytes that are not
-// printable ASCII written as \xff.
+// printable ASCII written as \x and two hex digits.
 void check_utf8(const std::string& text, const char* argument);
 
 }  // namespace shardwright

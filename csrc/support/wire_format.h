@@ -2,9 +2,9 @@
 //
 //   "shardwright <kind> <version>\n", then the fields, then a checksum of everything before it
 //
-// The kind ("plan", "matmul", "product") determines the fields. Fields have no names. Integers are eight bytes, lowest
-// byte first; text is its length and its bytes. Equal values give equal bytes in every process. Graphs and operators
-// take strings, so for them the bytes are written as "label|base64" (to_text).
+// The kind (such as "plan", "batch" or "product") determines the fields. Fields have no names. Integers are eight
+// bytes, lowest byte first; text is its length and its bytes. Equal values give equal bytes in every process. Graphs
+// and operators take strings, so for them the bytes are written as "label|base64" (to_text).
 //
 // A Reader is safe on damaged and forged bytes. It throws UserError that names the kind if a read would pass the end of
 // the bytes, allocate memory for more items than the bytes can contain, or return a value out of range. It does not
@@ -73,7 +73,8 @@ class Reader {
   Enum enumerator(Enum last) {
     return static_cast<Enum>(integer(0, static_cast<int64_t>(last)));
   }
-  // Reads a list by one call of read() for each item. Throws UserError if there are more than `most` items.
+  // Reads a list by one call of read() for each item, which must read at least one field. Throws UserError if there are
+  // more than `most` items.
   template <typename Read>
   auto list(const Read& read, size_t most = SIZE_MAX) {
     std::vector<decltype(read())> items;
@@ -95,14 +96,16 @@ class Reader {
  private:
   // Removes the next `count` bytes and returns them. Throws UserError if fewer remain.
   std::string_view take(size_t count);
-  // Reads the length of a list. Throws UserError if it exceeds `most` or the number of fields in the remaining bytes.
+  // Reads the length of a list. Throws UserError if it exceeds `most` or the number of 8-byte fields in the remaining
+  // bytes.
   size_t list_length(size_t most);
 
   std::string kind_;
   std::string_view bytes_;  // the bytes not yet read, without the checksum
 };
 
-// Returns the kind in the first line of bytes from a Writer, or "" for other bytes. Checks nothing after that line.
+// Returns the kind in the first line of bytes from a Writer, or "" for other bytes or another version. Checks nothing
+// after that line.
 std::string_view kind_of(std::string_view bytes);
 
 // Returns "label|base64". The label is for people to read and contains no '|'.
