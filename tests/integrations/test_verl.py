@@ -25,7 +25,7 @@ if importlib.util.find_spec("verl") is None:
     pytest.skip("verl is not installed", allow_module_level=True)
 
 HERE = pathlib.Path(__file__).parent
-JOB_SECONDS = 1800
+JOB_SECONDS = 3600
 PLUGIN = {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "verl_cpu"}
 MODULES = {
     "verl.checkpoint_engine.base": ("CheckpointEngineRegistry", "CheckpointEngine", "CheckpointEngineWorker"),
