@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 import verl_double
-from test_vllm import save_model
+from test_vllm import VLLM_TIMEOUTS, save_model
 
 pytest.importorskip("ray")
 if importlib.util.find_spec("verl") is None:
@@ -47,6 +47,7 @@ def _run_job(model: pathlib.Path, folder: pathlib.Path) -> Any:
         "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
         "VLLM_CPU_OMP_THREADS_BIND": "|".join(str(cores[i % len(cores)]) for i in range(2)),  # of two workers
         "VLLM_CPU_KVCACHE_SPACE": "1",
+        **VLLM_TIMEOUTS,
         "RAY_USAGE_STATS_ENABLED": "0",
     }
     command = [sys.executable, str(HERE / "verl_job.py"), str(model), str(folder)]

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,7 +24,9 @@ transformers = pytest.importorskip("transformers")
 WORKERS = 2
 STEPS = 3
 PROCESS_SECONDS = 1800  # limit of starting the server, and of training, on a busy machine
-ANSWER_SECONDS = 900
+ANSWER_SECONDS = 1000  # longer than vLLM's own limit, so that its log has the reason
+# In its first step vLLM compiles functions and waits for this: minutes on a busy machine.
+VLLM_TIMEOUTS = {"VLLM_ENGINE_READY_TIMEOUT_S": str(PROCESS_SECONDS), "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "900"}
 EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "vllm_weight_sync.py"
 
 
@@ -60,7 +63,7 @@ def _server(model: pathlib.Path, log: pathlib.Path) -> Iterator[Callable[..., An
         "VLLM_SERVER_DEV_MODE": "1",  # for the routes of weight transfer
         "VLLM_CPU_OMP_THREADS_BIND": "|".join(str(cores[i % len(cores)]) for i in range(WORKERS)),
         "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_ENGINE_READY_TIMEOUT_S": str(PROCESS_SECONDS),
+        **VLLM_TIMEOUTS,
     }
     options = [f"--port={port}", f"--tensor-parallel-size={WORKERS}", "--enforce-eager", "--max-model-len=128"]
     options += ["--dtype=bfloat16", '--weight-transfer-config={"backend": "shardwright"}']
@@ -72,8 +75,11 @@ def _server(model: pathlib.Path, log: pathlib.Path) -> Iterator[Callable[..., An
         data = json.dumps(payload).encode()
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(f"{url}/{route}", data, headers)
-        with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as answer:
-            return json.loads(answer.read() or "null")
+        try:
+            with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as answer:
+                return json.loads(answer.read() or "null")
+        except urllib.error.HTTPError as error:
+            raise RuntimeError(f"vLLM failed in {route}:\n{log.read_text()[-8000:]}") from error
 
     with open(log, "w") as out:
         server = subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT, text=True)
