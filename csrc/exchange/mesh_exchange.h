@@ -117,8 +117,9 @@ class MeshExchange final : public Exchange {
   // Returns all messages that a rank sends or receives, by class. With shared sending, each other member has a class of
   // its own, whose message may have no elements.
   std::vector<MessageClass> message_classes(const Group& group, int64_t position, Direction direction) const;
-  // Returns the profile of a rank's messages. Returns nullopt with several rounds, if replicas share the sending, or
-  // where MessageClasses::profile() does.
+  // Returns a rank's profile: if two ranks have equal profiles, their messages agree in number, lengths and contiguity.
+  // Returns nullopt with several rounds, if replicas share the sending, or if the mesh dims that cut a tensor dim have
+  // too many combinations of coordinates.
   std::optional<std::vector<int>> profile(int64_t position) const;
 
  private:

@@ -82,7 +82,8 @@ class ListPairs {
   ListPair compute(int tensor_dim, const CutList& before, const CutList& after) const;
   // Sets the closed form and the ties, unless there are more than kMaxTies.
   void set_closed_form(ListPair& pair, const Matching& matching) const;
-  // Returns the number of pieces of a list's parts, over all ranks, or 1 if every cut makes runs (CutRule::makes_runs).
+  // Returns an upper bound of the number of pieces of a list's parts, over all ranks, or 1 if every cut makes runs
+  // (CutRule::makes_runs).
   int64_t num_pieces(int64_t n, const CutList& list) const;
 
   const Layout& layout_;

@@ -9,9 +9,10 @@
 
 namespace shardwright {
 
-// Returns the canonical form of a list of cuts of n elements: lists of chunks and strided cuts that make the same parts
-// have one form. Example: SS(0,|b|) over a, then S(0) over b, becomes S(0) over b, then over a. If parts differ in
-// size, the order of the cuts does not change.
+// Returns the canonical form of a list of cuts of n elements. Lists that make the same parts of equal size, by chunks
+// and strided cuts, have one form. Example: SS(0,|b|) over a, then S(0) over b, becomes S(0) over b, then over a. If
+// parts differ in size, the order of the cuts does not change, so lists that make the same parts may keep several
+// forms.
 std::vector<Cut> canonical(const Mesh& mesh, int64_t n, std::vector<Cut> cuts);
 
 // Returns true if every rank holds the same elements in the same order in both layouts, which are of one shape on one

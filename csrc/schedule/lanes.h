@@ -71,9 +71,10 @@ bool has_times(const StepSchedule& schedule);
 // Returns the predicted lanes of a step. Unknown durations count as 0.
 StepLanes predict(const StepSchedule& schedule);
 
-// Returns the lanes as a diagram: two rows of `width` characters, compute and transfers. A use is shown by the last
-// digit of its index, a gather or reduction by the last digit of the weight's index, the gather of an activation by *.
-// With copies from or to the host, there are two more rows.
+// Returns the lanes as a diagram: a line with the predicted times, then a row for compute and a row for transfers, each
+// with a label and `width` > 0 columns of time. A use is shown by the last digit of its index, a gather or reduction by
+// the last digit of the weight's index, the gather of an activation by *. With copies from or to the host, there are
+// two more rows.
 std::string lanes_text(const StepSchedule& schedule, int width = 72);
 
 }  // namespace shardwright

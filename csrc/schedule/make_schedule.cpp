@@ -175,7 +175,8 @@ class Residency {
     return bytes;
   }
 
-  // Returns true if the weights of uses i, ..., j, gathered from use i on, fit at each of these uses.
+  // Returns true if at each use t of i, ..., j the weights of uses t, ..., j fit into the limit, together with the
+  // weights and kept copies that must stay.
   bool fits(int i, int j) const {
     for (int t = i; t <= j; ++t) {
       if (bytes_at(t, j) > limit_bytes_) return false;

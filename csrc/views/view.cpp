@@ -34,7 +34,7 @@ struct Result {
 };
 
 // Returns the smallest groups of consecutive dims that have equal products of sizes on both sides, in order. Dims of
-// size 1 without a counterpart join the group before them.
+// size 1 without a counterpart join the group before them. All sizes must be positive, with equal products.
 std::vector<Group> groups_of(const std::vector<int64_t>& src, const std::vector<int64_t>& dst) {
   std::vector<Group> groups;
   size_t i = 0, j = 0;
