@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import signal
 import subprocess
@@ -36,6 +37,24 @@ def test_fails_after_others_with_ours(): assert not (IS_OURS and "test_the_first
 def test_forks():
     if "test_the_first" in ran:
         raise RuntimeError("Unable to handle autograd's threading in combination with fork-based multiprocessing")
+"""
+
+SHARED_RANKS = """
+import os, unittest, torch.distributed as dist
+from torch.testing._internal.common_distributed import MultiProcContinuousTest
+
+class SharedRanks(MultiProcContinuousTest):
+    world_size = 2
+    backend_str = classmethod(lambda cls: "gloo")
+
+    def test_1_fails(self): assert self.rank == 0
+    def test_2_passes(self): dist.barrier()
+    def test_3_dies(self):
+        if self.rank == 0: os._exit(1)
+    def test_4_passes(self): dist.barrier()
+
+result = unittest.main(exit=False).result
+print(result.testsRun, [test.id().split(".")[-1] for test, _ in result.errors + result.failures], result.skipped)
 """
 
 
@@ -85,6 +104,24 @@ def test_all_outcomes_are_recorded(tmp_path: pathlib.Path) -> None:
     (broken,) = files["tensor/test_broken.py"]["stock"]["tests"].values()
     assert broken[0] == "uncollectable" and "nothing_of_this_name" in broken[1]
     assert "4 pass stock and fail with shardwright" in done.stdout
+
+
+@pytest.mark.long
+def test_ranks_shared_by_tests_are_replaced_after_failures(tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("expecttest")  # requirements/torch-tests.txt
+    (tmp_path / "shared_ranks.py").write_text(SHARED_RANKS)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(RUN.parent / "inside"),
+        "SHARDWRIGHT_TORCH_TESTS": "ours",
+        "SHARDWRIGHT_TORCH_TESTS_OUT": str(tmp_path),
+        "SHARDWRIGHT_TORCH_TESTS_FORK": "1",
+    }
+    command = [sys.executable, "shared_ranks.py"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, cwd=tmp_path, env=environment)
+    assert done.stdout == "4 ['test_1_fails', 'test_3_dies'] []\n", done.stdout + done.stderr
+    # The first process, and two ranks of each of three generations, of which one died in its second test.
+    assert len(list((tmp_path / "stats").glob("*.json"))) == 7
 
 
 def test_stopped_run_leaves_nothing_behind(tmp_path: pathlib.Path) -> None:

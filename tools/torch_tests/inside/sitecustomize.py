@@ -4,6 +4,7 @@ Once a process loads PyTorch's test base classes, this module
 
 - turns shardwright on (SHARDWRIGHT_TORCH_TESTS=ours);
 - makes the tests fork their ranks instead of starting an interpreter for each (SHARDWRIGHT_TORCH_TESTS_FORK=1);
+- replaces the ranks that several tests of a class share after each test that fails;
 - runs tests that require GPUs without them (SHARDWRIGHT_TORCH_TESTS_WITHOUT_GPUS=1);
 - replaces FSDP2's function by `sw.fully_shard` (SHARDWRIGHT_TORCH_TESTS_FULLY_SHARD=1);
 - writes `sw.stats()` to $SHARDWRIGHT_TORCH_TESTS_OUT/stats, one file per process.
@@ -69,6 +70,7 @@ def _prepare(bases):
     if os.environ.get("SHARDWRIGHT_TORCH_TESTS_FORK") == "1":
         fork = torch.multiprocessing.get_context("fork").Process
         bases.MultiProcessTestCase._spawn_processes = lambda test: test._start_processes(fork)
+        torch.multiprocessing.set_start_method("fork")
     if os.environ.get("SHARDWRIGHT_TORCH_TESTS_WITHOUT_GPUS") == "1":
         bases.skip_if_lt_x_gpu = lambda *_, **__: lambda test: test
         for devices in (torch.accelerator, torch.cuda, torch.cpu):  # tests use as many ranks as there are devices
@@ -76,12 +78,34 @@ def _prepare(bases):
         torch.cpu.current_device = lambda: None  # `torch.device("cpu", ...)` refuses the "cpu" that it returns
         torch.cuda.can_device_access_peer = lambda *_: False
         _drop_device_ids(torch.nn.parallel)
+    _replace_ranks_after_failures(bases.MultiProcContinuousTest)
     if _MODE == "ours":
         import shardwright
 
         shardwright.enable()
         atexit.register(_write_stats)
         _count_ranks_apart(bases.MultiProcessTestCase)
+        _count_shared_ranks_apart(bases.MultiProcContinuousTest)
+
+
+def _replace_ranks_after_failures(test_case):
+    """Kills the ranks of a class after a failed test. The class then starts new ranks for its next test.
+
+    PyTorch skips all later tests of the class.
+    """
+    tear_down = test_case.tearDown
+
+    @functools.wraps(tear_down)
+    def tear_down_and_kill(self):
+        tear_down(self)
+        cls = type(self)
+        if cls.poison_pill and cls.__dict__.get("_processes_spawned", False):
+            for process in cls.processes:
+                process.kill()
+                process.join()
+            cls._processes_spawned = cls.poison_pill = False
+
+    test_case.tearDown = tear_down_and_kill
 
 
 def _claim_a_gpu(inductor_bases):
@@ -116,6 +140,28 @@ def _count_ranks_apart(test_case):
             _write_stats()
 
     test_case.run_test = counted
+
+
+def _count_shared_ranks_apart(test_case):
+    """Does the same for ranks that run several tests. They write their counts after each test, as ranks are killed."""
+    import shardwright
+
+    work, run_test = test_case._worker_loop.__func__, test_case._run_test_given_id.__func__
+
+    @functools.wraps(work)
+    def counted_work(cls, *args):
+        shardwright.reset_stats()
+        work(cls, *args)
+
+    @functools.wraps(run_test)
+    def counted_test(cls, *args, **kwargs):
+        try:
+            run_test(cls, *args, **kwargs)
+        finally:
+            _write_stats()
+
+    test_case._worker_loop = classmethod(counted_work)
+    test_case._run_test_given_id = classmethod(counted_test)
 
 
 def _write_stats():
