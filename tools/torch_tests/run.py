@@ -48,7 +48,7 @@ FORKED_TOO_LATE = "Unable to handle autograd's threading in combination with for
 # Time that a test waits for its ranks before it fails by itself. The limit for silent processes is longer.
 RANKS_SECONDS = 150
 _ERROR_LINE = re.compile(r"^(?:E\s+)?((?:[A-Za-z_][\w.]*)?(?:Error|Exception|Failure|Unsupported|Exit)(?::.*)?)$")
-_WRAPPER = re.compile(r"RuntimeError: (Process|Thread) \d+ exited|RuntimeError: Exception thrown from")
+_WRAPPER = re.compile(r"RuntimeError: ((Process|Thread) \d+ exited|Exception (thrown from|in worker process))")
 _IN_A_TEST = re.compile(r"""File "[^"]*/test/distributed/([^"]+)", line (\d+)""")
 
 
