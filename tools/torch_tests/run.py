@@ -40,13 +40,11 @@ FOLDERS = ("tensor", "checkpoint", "_composable")
 INSIDE = pathlib.Path(__file__).resolve().parent / "inside"
 POLL_SECONDS = 0.5
 MAX_JOBS = 2
-# Time limit of imports, before the first test.
-START_SECONDS = 120
+# Share of the time limit of a test after which it fails by itself because its ranks have not ended.
+RANKS_SHARE = 0.625
 MAX_ERROR_LENGTH = 240
 # Error of ranks that were forked from a process in which an earlier test ran a backward.
 FORKED_TOO_LATE = "Unable to handle autograd's threading in combination with fork-based multiprocessing"
-# Time that a test waits for its ranks before it fails by itself. The limit for silent processes is longer.
-RANKS_SECONDS = 150
 _ERROR_LINE = re.compile(r"^(?:E\s+)?((?:[A-Za-z_][\w.]*)?(?:Error|Exception|Failure|Unsupported|Exit)(?::.*)?)$")
 _WRAPPER = re.compile(r"RuntimeError: ((Process|Thread) \d+ exited|Exception (thrown from|in worker process))")
 _IN_A_TEST = re.compile(r"""File "[^"]*/test/distributed/([^"]+)", line (\d+)""")
@@ -163,7 +161,7 @@ class Runner:
                         heard, size = now, size_of(outcomes)
                     if now > deadline or self.stopped.is_set():
                         return "late"
-                    if now - heard > self.options.test_seconds + (START_SECONDS if size == before else 0):
+                    if now - heard > self.options.test_seconds + (self.options.start_seconds if size == before else 0):
                         return "hung"
             finally:
                 with contextlib.suppress(ProcessLookupError):
@@ -184,7 +182,7 @@ class Runner:
             "SHARDWRIGHT_TORCH_TESTS_FULLY_SHARD": "1" if self.options.fully_shard or is_fsdp else "0",
             "CUDA_VISIBLE_DEVICES": "",
             "OMP_NUM_THREADS": "1",  # a forked rank would wait for threads that exist only in its parent
-            "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(RANKS_SECONDS),
+            "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(int(self.options.test_seconds * RANKS_SHARE)),
         }
 
 
@@ -258,6 +256,7 @@ def main() -> int:
     parser.add_argument("--modes", nargs="+", default=["stock", "ours"], choices=["stock", "ours"])
     parser.add_argument("--jobs", type=int, default=1, help=f"files at a time, at most {MAX_JOBS}")
     parser.add_argument("--test-seconds", type=float, default=240, help="for one test without an outcome")
+    parser.add_argument("--start-seconds", type=float, default=120, help="for imports before the first test of a file")
     parser.add_argument("--file-seconds", type=float, default=1800, help="for one file in one mode")
     parser.add_argument("--without-gpus", action="store_true", help="run tests that ask for GPUs on CPU all the same")
     parser.add_argument("--fully-shard", action="store_true", help="sw.fully_shard in the place of FSDP2's function")
