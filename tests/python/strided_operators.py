@@ -257,14 +257,20 @@ def _are_right(said: list[str]) -> bool:
     return len(said) > 1 and set(said) == {"right"}
 
 
-def save(path: str, names: list[str], operators: frozenset[str] | None = None) -> None:
-    """Saves the recorded calls of PyTorch's samples, of all ATen operators or of some, for `verdicts`."""
+def save(path: str, names: list[str], operators: frozenset[str] | None = None, most_calls: int | None = None) -> None:
+    """Saves the recorded calls of PyTorch's samples for `verdicts`: of all ATen operators or of some, and all calls of
+    an operator or an evenly spaced choice of at most `most_calls`."""
     known = {
-        func: [call for call in calls if _can_be_saved(call)]
+        func: _spaced([call for call in calls if _can_be_saved(call)], most_calls)
         for func, calls in recorded(names).items()
         if operators is None or func.name().removeprefix("aten::") in operators
     }
     torch.save({f"{func._schema.name[6:]}.{func._overloadname}": calls for func, calls in known.items()}, path)
+
+
+def _spaced(calls: list[Call], most_calls: int | None) -> list[Call]:
+    step = 1 if most_calls is None else -(-len(calls) // most_calls)
+    return calls[:: max(step, 1)]
 
 
 def of_all_ranks(local_verdicts: dict[str, dict[str, list[str]]]) -> dict[str, dict[str, list[str]]]:
