@@ -94,19 +94,19 @@ std::vector<int64_t> lengths_of_runs(const Cut& cut, int64_t n, int64_t k) {
   return lengths;
 }
 
-// Returns the cell length of one layout: the greatest common divisor of the lengths of all runs. For example, S(0) of
-// 16 rows over 4 ranks has cells of 4 rows. The last cut may make runs of unequal lengths; returns 0 for other unequal
-// parts, which have no cells.
-int64_t cell_length_of(const Layout& layout, int tensor_dim) {
+// Returns the block length of one layout: the greatest common divisor of the lengths of all runs. For example, S(0) of
+// 16 rows over 4 ranks has blocks of 4 rows. The last cut may make runs of unequal lengths; returns 0 for other unequal
+// parts, which have no blocks.
+int64_t block_length_of(const Layout& layout, int tensor_dim) {
   const std::vector<Cut>& cuts = layout.cuts(tensor_dim);
   const int64_t n = layout.shape()[tensor_dim];
-  int64_t cell = n;
+  int64_t block = n;
   const auto include_weights = [&](const std::vector<Digit>& digits) {
-    for (const Digit& digit : digits) cell = std::gcd(cell, digit.weight);
+    for (const Digit& digit : digits) block = std::gcd(block, digit.weight);
   };
   if (const auto digits = digits_of(layout.mesh(), n, cuts)) {
     include_weights(*digits);
-    return cell;
+    return block;
   }
   const std::vector<Cut> before(cuts.begin(), cuts.end() - 1);
   const auto digits = digits_of(layout.mesh(), n, before);
@@ -114,9 +114,9 @@ int64_t cell_length_of(const Layout& layout, int tensor_dim) {
   include_weights(*digits);
   const int64_t list_length = n / layout.mesh().group_size(dims_of(before));
   for (const int64_t length : lengths_of_runs(cuts.back(), list_length, layout.mesh().dim_size(cuts.back().mesh_dim))) {
-    cell = std::gcd(cell, length);
+    block = std::gcd(block, length);
   }
-  return cell;
+  return block;
 }
 
 // Returns the placements of one uniform segment. The rules of the plan may name sizes that do not fit a segment, so
@@ -137,7 +137,7 @@ std::vector<Placement> placements_of_segment(const Layout& layout, const Segment
       left /= k;
       continue;
     }
-    check_invariant(cut.rule.makes_runs(), "the parts of ", layout, " have no cells, so no uniform segments");
+    check_invariant(cut.rule.makes_runs(), "the parts of ", layout, " have no blocks, so no uniform segments");
     std::vector<int64_t> lengths = lengths_of_runs(cut, left, k);
     for (int64_t& length : lengths) length /= segments.count;
     placements[cut.mesh_dim] = Placement::cut(tensor_dim, CutRule::ragged(lengths));
@@ -147,15 +147,15 @@ std::vector<Placement> placements_of_segment(const Layout& layout, const Segment
 
 }  // namespace
 
-int64_t cell_length(const Plan& plan, int tensor_dim) {
-  int64_t cell = plan.src.shape()[tensor_dim];
+int64_t block_length(const Plan& plan, int tensor_dim) {
+  int64_t block = plan.src.shape()[tensor_dim];
   for_each_layout(plan, [&](const Layout& layout) {
-    if (layout.flattened() > 1) cell = 0;  // a flattened layout has other dims
-    if (cell == 0 || layout.cuts(tensor_dim).empty()) return;
-    const int64_t own = cell_length_of(layout, tensor_dim);
-    cell = own == 0 ? 0 : std::gcd(cell, own);
+    if (layout.flattened() > 1) block = 0;  // a flattened layout has other dims
+    if (block == 0 || layout.cuts(tensor_dim).empty()) return;
+    const int64_t own = block_length_of(layout, tensor_dim);
+    block = own == 0 ? 0 : std::gcd(block, own);
   });
-  return cell;
+  return block;
 }
 
 bool can_run_in_segments(const Plan& plan, const Segments& segments) {
@@ -165,16 +165,16 @@ bool can_run_in_segments(const Plan& plan, const Segments& segments) {
   for (const Step& step : plan.steps) {
     if (!communicates_once(step, plan.lowering)) return false;
   }
-  const int64_t cell = cell_length(plan, segments.tensor_dim);
-  if (cell > 0 && cell % segments.count == 0) return true;
+  const int64_t block = block_length(plan, segments.tensor_dim);
+  if (block > 0 && block % segments.count == 0) return true;
   if (segments.count > std::min(kMaxNonUniformSegments, plan.src.shape()[segments.tensor_dim])) return false;
   if (static_cast<int64_t>(ranks_of(plan).size()) > kMaxRanksInNonUniformSegments) return false;
   return !borders_of(plan, segments.tensor_dim).empty();
 }
 
 bool are_uniform(const Plan& plan) {
-  const int64_t cell = cell_length(plan, plan.segments.tensor_dim);
-  return cell > 0 && cell % plan.segments.count == 0;
+  const int64_t block = block_length(plan, plan.segments.tensor_dim);
+  return block > 0 && block % plan.segments.count == 0;
 }
 
 namespace {

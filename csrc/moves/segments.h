@@ -7,10 +7,10 @@
 // borders, each segment has one range. Example: 16 rows that are S(0) over 4 ranks before and over 2 after have borders
 // at 0, 4, 8, 12 and 16. In two segments, the first has rows 0, 1, 4, 5, 8, 9, 12 and 13.
 //
-// A *cell* is a range of indices that all parts of all layouts of the plan hold either fully or not at all. Cells have
-// one length and begin at its multiples; in the example, a cell has 4 rows. Segments are *uniform* if there are cells
-// and the number of segments divides their length. Then every segment is a tensor with the same kind of placements
-// whose tensor dim is `count` times shorter, and the costs and programs of one segment hold for all.
+// A *block* is a range of indices that all parts of all layouts of the plan hold either fully or not at all. Blocks
+// have one length and begin at its multiples; in the example, a block has 4 rows. Segments are *uniform* if there are
+// blocks and the number of segments divides their length. Then every segment is a tensor with the same kind of
+// placements whose tensor dim is `count` times shorter, and the costs and programs of one segment hold for all.
 //
 // *Non-uniform* segments: from any run of indices, segment i takes as many indices as the run has with remainder i
 // modulo `count`. So its share of each run of a part differs from an equal share by less than one index. Example:
@@ -40,10 +40,10 @@ constexpr int64_t kMaxNonUniformSegments = 32;
 constexpr int64_t kMaxBorders = 4096;                   // borders of the tensor dim
 constexpr int64_t kMaxRanksInNonUniformSegments = 512;  // ranks of both meshes
 
-// Returns the length of the cells of a tensor dim, in indices, or 0 if the dim is empty or no length is known. A length
-// is known if no layout of the plan flattens dims and, in each layout, digits (exchange/digits.h) describe all cuts of
-// the tensor dim, or all except the last, which then must make runs (CutRule::makes_runs).
-int64_t cell_length(const Plan& plan, int tensor_dim);
+// Returns the length of the blocks of a tensor dim, in indices, or 0 if the dim is empty or no length is known. A
+// length is known if no layout of the plan flattens dims and, in each layout, digits (exchange/digits.h) describe all
+// cuts of the tensor dim, or all except the last, which then must make runs (CutRule::makes_runs).
+int64_t block_length(const Plan& plan, int tensor_dim);
 
 // Returns true if a plan can be carried out in these segments. The segments of the plan itself are ignored. A single
 // segment must have tensor dim 0. More segments, at most kMaxSegments, require a plan between two meshes and segments

@@ -264,9 +264,9 @@ constexpr int64_t kNonUniformGainDivisor = 50;
 Segments most_uniform(const Plan& plan) {
   Segments most;
   for (int t = 0; t < plan.src.ndim(); ++t) {
-    const int64_t cell = cell_length(plan, t);
+    const int64_t block = block_length(plan, t);
     Segments segments{t, 1};
-    while (cell > 0 && segments.count < kMaxSegments && cell % (2 * segments.count) == 0) segments.count *= 2;
+    while (block > 0 && segments.count < kMaxSegments && block % (2 * segments.count) == 0) segments.count *= 2;
     if (segments.count > most.count) most = segments;
   }
   return most;

@@ -68,28 +68,28 @@ class Renumber {
 };
 
 // The boxes that copy a uniform segment out of a rank's part or back. Along the segments' tensor dim, a part consists
-// of cells of equal length (cell_length in moves/segments.h), and a segment is the same range of each cell: with cells
-// of 4 rows and 2 segments, segment 1 of a part of 8 rows has rows 2, 3, 6 and 7.
+// of blocks of equal length (block_length in moves/segments.h), and a segment is the same range of each block: with
+// blocks of 4 rows and 2 segments, segment 1 of a part of 8 rows has rows 2, 3, 6 and 7.
 class SegmentOfPart {
  public:
-  // `shape` is the shape of the part, `cell` the length of a cell.
-  SegmentOfPart(const std::vector<int64_t>& shape, const Segments& segments, int64_t cell)
-      : length_(cell / segments.count), cells_(shape[segments.tensor_dim] / cell) {
+  // `shape` is the shape of the part, `block` the length of a block.
+  SegmentOfPart(const std::vector<int64_t>& shape, const Segments& segments, int64_t block)
+      : length_(block / segments.count), blocks_(shape[segments.tensor_dim] / block) {
     for (int t = 0; t < static_cast<int>(shape.size()); ++t) {
       if (t < segments.tensor_dim) before_ *= shape[t];
       if (t > segments.tensor_dim) after_ *= shape[t];
     }
-    cell_ = cell;
+    block_ = block;
   }
 
   // Return the boxes that copy a segment from the part to the segment's own tensor, and back; none for an empty part.
   std::vector<Box> from_part(int64_t segment) const {
-    if (before_ * cells_ * after_ == 0) return {};
+    if (before_ * blocks_ * after_ == 0) return {};
     Box box{segment * length_ * after_,
             0,
-            {before_, cells_, length_ * after_},
-            {cells_ * cell_ * after_, cell_ * after_, 1},
-            {cells_ * length_ * after_, length_ * after_, 1}};
+            {before_, blocks_, length_ * after_},
+            {blocks_ * block_ * after_, block_ * after_, 1},
+            {blocks_ * length_ * after_, length_ * after_, 1}};
     box.simplify();
     return {std::move(box)};
   }
@@ -104,9 +104,9 @@ class SegmentOfPart {
   }
 
  private:
-  int64_t length_;      // indices of a segment in each cell
-  int64_t cells_;       // number of cells in the part
-  int64_t cell_ = 1;    // length of a cell
+  int64_t length_;      // indices of a segment in each block
+  int64_t blocks_;      // number of blocks in the part
+  int64_t block_ = 1;   // length of a block
   int64_t before_ = 1;  // product of the dims before the tensor dim
   int64_t after_ = 1;   // product of the dims after it
 };
@@ -205,7 +205,7 @@ class InSegments {
   std::vector<Box> boxes_of(const Layout& layout, int64_t segment, bool is_input) const {
     if (are_uniform()) {
       const SegmentOfPart part(layout.local_shape_of_rank(rank_), plan_.segments,
-                               cell_length(plan_, plan_.segments.tensor_dim));
+                               block_length(plan_, plan_.segments.tensor_dim));
       return is_input ? part.from_part(segment) : part.to_part(segment);
     }
     const Layout& segment_layout = is_input ? plans_[segment].src : plans_[segment].dst;

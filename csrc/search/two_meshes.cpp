@@ -197,7 +197,7 @@ class Crossings {
     const auto ranks = static_cast<int64_t>(ranks_of(plan).size());
     if (ranks <= kMaxRanksInNonUniformSegments) return true;
     for (int t = 0; t < src_.ndim() && ranks <= kMaxRanksTriedInSegments; ++t) {
-      if (cell_length(plan, t) > 1) return true;
+      if (block_length(plan, t) > 1) return true;
     }
     return false;
   }

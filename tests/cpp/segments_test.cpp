@@ -34,7 +34,7 @@ TEST(InSegments, AreRangesOfCells) {
   const Layout src = test::layout_of(test::mesh_of({4}), {16}, "S(0)");
   const Layout dst = test::layout_of(test::mesh_of({2}, {4, 5}), {16}, "S(0)");
   Plan plan = plan_through({src, dst}, {});
-  EXPECT_EQ(cell_length(plan, 0), 4);
+  EXPECT_EQ(block_length(plan, 0), 4);
   plan.segments = {0, 2};
   EXPECT_TRUE(can_run_in_segments(plan, plan.segments));
   EXPECT_TRUE(are_uniform(plan));
@@ -46,13 +46,13 @@ TEST(InSegments, AreRangesOfCells) {
   // Uneven parts, of 6, 6 and 4 rows, are made of cells of 2.
   const Layout three = test::layout_of(test::mesh_of({3}, {4, 5, 6}), {16}, "S(0)");
   Plan uneven = plan_through({src, three}, {});
-  EXPECT_EQ(cell_length(uneven, 0), 2);
+  EXPECT_EQ(block_length(uneven, 0), 2);
   uneven.segments = {0, 2};
   simulate(uneven);
   EXPECT_EQ(to_bytes(from_bytes(to_bytes(uneven))), to_bytes(uneven));
   // Uneven parts that are cut again have no cells.
   const Layout again = test::layout_of(test::mesh_of({3, 2}, ranks_from(4, 6)), {16}, "S(0),S(0)");
-  EXPECT_EQ(cell_length(plan_through({src, again}, {}), 0), 0);
+  EXPECT_EQ(block_length(plan_through({src, again}, {}), 0), 0);
 }
 
 // The other example in the header.
