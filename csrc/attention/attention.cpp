@@ -168,10 +168,11 @@ void check(const Attention& attention) {
   check_argument(std::isfinite(attention.scale), "scale", "a finite number", attention.scale);
   check_user(
       attention.method != AttentionMethod::kTwoLevel || attention.supports_two_level(),
-      "method must be one of auto, ring, gather, ulysses, serial, got 'two_level'. two_level requires a topology with "
-      "several nodes of equally many consecutive ranks, at least two each (sw.calibrate, SHARDWRIGHT_TOPOLOGY), for "
-      "the ",
-      attention.mesh->size(), " ranks");
+      "method must be one of auto, ring, gather, ulysses, serial, got 'two_level'. two_level requires a topology that "
+      "divides the ",
+      attention.mesh->size(),
+      " ranks into several nodes of equal size with at least two consecutive ranks each (sw.calibrate, "
+      "SHARDWRIGHT_TOPOLOGY)");
   check_user(attention.ranks_per_node >= 0 &&
                  (attention.ranks_per_node == 0 || attention.mesh->size() % attention.ranks_per_node == 0),
              "ranks_per_node must be 0 or divide the ", attention.mesh->size(), " ranks, got ",

@@ -33,10 +33,11 @@ void check_axis(int axis, const std::vector<int>& a_dims, const Layout& a, const
     return static_cast<int>(std::find(dims.begin(), dims.end(), axis) - dims.begin());
   };
   check_user(size_of_axis(a_dims, a, axis) == size_of_axis(b_dims, b, axis),
-             "tensors must have the same size along a common axis, got ", size_of_axis(a_dims, a, axis), " in ", a,
-             " and ", size_of_axis(b_dims, b, axis), " in ", b);
+             "tensors must have the same size along a common axis, got ", size_of_axis(a_dims, a, axis), " for dim ",
+             dim_in(a_dims), " of ", a, " and ", size_of_axis(b_dims, b, axis), " for dim ", dim_in(b_dims), " of ", b);
   check_user(a.cuts(dim_in(a_dims)) == b.cuts(dim_in(b_dims)),
-             "tensors must have the same cuts along a common axis, got ", a, " and ", b);
+             "tensors must have the same cuts along a common axis, got dim ", dim_in(a_dims), " of ", a, " and dim ",
+             dim_in(b_dims), " of ", b);
 }
 
 // Throws UserError unless products of these dtypes are supported, with or without scales.

@@ -217,7 +217,7 @@ at::Tensor dot_rows(const at::Tensor& input, const at::Tensor& table, const at::
                     at::ScalarType dtype) {
   const at::Tensor rows = with_dense_rows(input);
   const at::Tensor others = with_dense_rows(other_input);
-  if (rows.size(0) == 0) return at::zeros(table.sizes(), rows.options().dtype(dtype));
+  if (rows.size(0) == 0 || table.numel() == 0) return at::zeros(table.sizes(), rows.options().dtype(dtype));
   if (!rows.device().is_cpu()) {
     const at::ScalarType sum_dtype = at::toOpMathType(rows.scalar_type());
     std::vector<at::Tensor> columns;

@@ -45,13 +45,13 @@ void check(const std::vector<Weight>& weights, const std::vector<Use>& uses, con
                InRange{0, w.use_bytes}, " (its use_bytes), got ", w.keep_bytes);
   }
   for (size_t i = 0; i < uses.size(); ++i) {
-    for (const std::vector<int>* named : {&uses[i].weights, &uses[i].gradients}) {
-      for (const int w : *named) {
-        check_user(0 <= w && w < static_cast<int>(weights.size()), "weight indices of uses[", i, "] must be ",
+    for (const auto& [field, indices] : {std::pair{"weights", &uses[i].weights}, {"gradients", &uses[i].gradients}}) {
+      for (const int w : *indices) {
+        check_user(0 <= w && w < static_cast<int>(weights.size()), field, " of uses[", i, "] must be ",
                    IndexInRange{std::ssize(weights), "weights"}, ", got ", w);
       }
-      if (std::set<int>(named->begin(), named->end()).size() != named->size()) {
-        throw UserError(concat("weight indices of uses[", i, "] must be distinct, got ", join(*named)));
+      if (std::set<int>(indices->begin(), indices->end()).size() != indices->size()) {
+        throw UserError(concat(field, " of uses[", i, "] must be distinct, got ", join(*indices)));
       }
     }
     for (const int w : uses[i].in_chunks) {

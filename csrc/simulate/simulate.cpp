@@ -143,7 +143,10 @@ class NewPartials {
         if (entry.count == 0) continue;  // the element is in the part of other ranks
         double value = entry.value / divisor;
         if (placement_.op == ReduceOp::kNorm) value = std::pow(value, 1.0 / placement_.norm_power);
-        if (entry.count != n || !close(value, entry.expected)) {
+        if (entry.count != n) {
+          fail(plan_, "element ", element, " is reduced from ", entry.count, " contributions instead of ", n);
+        }
+        if (!close(value, entry.expected)) {
           fail(plan_, "element ", element, " reduces to ", value, " instead of ", entry.expected);
         }
       }
