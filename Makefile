@@ -116,7 +116,7 @@ $(ENV_STAMP): requirements/dev.txt
 
 build: $(BUILD_STAMP)
 $(BUILD_STAMP): $(ENV_STAMP) $(SOURCES)
-	@echo 'building shardwright in $(VENV) (a few minutes the first time)'
+	@echo 'building shardwright in $(VENV) (about ten minutes on two cores the first time)'
 	@$(HERE) SHARDWRIGHT_BUILD_DIR=$(BUILD_DIR) $(PY) -m pip install \
 	  --disable-pip-version-check -q --no-index --no-build-isolation --no-deps .
 	@cat $(BUILD_DIR)/summary.txt

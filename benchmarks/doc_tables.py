@@ -447,10 +447,11 @@ def clients_in_short() -> list[str]:
         "step, TP 4, over the sequence": "a step, tensor parallelism over 4, sharded sequence",
         "saving, FSDP 2 x TP 2": "saving, FSDP 2 x TP 2",
     }
+    llama, qwen = (f"`--module shardwright.integrations.torchtitan.{name}`" for name in ("llama3", "qwen3"))
     rows = [
-        ["torchtitan 0.3: a step, weights sharded over 4", "one flag", *titan["Llama 3, sharded weights"]],
-        ["a step, sharded over 2 x tensor parallelism over 2", "one flag", *titan["Llama 3, 2 x 2"]],
-        ["a step of a model with experts, over 2", "one flag", *titan["Qwen3 MoE, experts over 2"]],
+        ["torchtitan 0.3: a step, weights sharded over 4", llama, *titan["Llama 3, sharded weights"]],
+        ["a step, sharded over 2 x tensor parallelism over 2", llama, *titan["Llama 3, 2 x 2"]],
+        ["a step of a model with experts, over 2", qwen, *titan["Qwen3 MoE, experts over 2"]],
         *([name, *hugging[case]] for case, name in shown.items()),
     ]
     return table(["what you run", "what you change", "our calls", *COSTS], rows)

@@ -34,6 +34,7 @@ NOT_OURS = {
     "before.json",
     "after.json",
     "quick.py",
+    "shard.py",
     "local.py",
     "hide.py",
     "cross.py",
