@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import multiprocessing
 import pathlib
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+TIMEOUT_SECONDS = 240.0
+GRACE_SECONDS = 20.0  # for the other ranks after an error
 
 _context = multiprocessing.get_context("forkserver")
 
@@ -30,7 +34,7 @@ def _process(end: Connection, folder: str, role: str, rank: int, size: int, work
 
 
 def launch(folder: pathlib.Path, work: Callable[..., Any], jobs: dict[str, int]) -> dict[tuple[str, int], Any]:
-    """Runs a function on all ranks of all jobs. Returns the results by (role, rank)."""
+    """Runs a function on all ranks of all jobs. Returns the results by (role, rank), or raises all errors."""
     running = {}
     for role, size in jobs.items():
         for rank in range(size):
@@ -41,12 +45,21 @@ def launch(folder: pathlib.Path, work: Callable[..., Any], jobs: dict[str, int])
             process.start()
             child_end.close()
             running[role, rank] = parent_end, process
-    values, errors = {}, []
-    for who, (parent_end, process) in running.items():
-        value, error = parent_end.recv() if parent_end.poll(240) else (None, "no answer")
-        values[who] = value
-        errors += [f"{who}: {error}"] if error is not None else []
-        process.join(10)
+    answers: dict[tuple[str, int], tuple[Any, str | None]] = {}
+    pending = {end: who for who, (end, _) in running.items()}
+    last = time.monotonic() + TIMEOUT_SECONDS
+    while pending and (left := last - time.monotonic()) > 0:
+        for end in wait(list(pending), left):
+            try:
+                answers[pending[end]] = end.recv()
+            except EOFError:
+                answers[pending[end]] = None, "died"
+            if answers[pending.pop(end)][1] is not None:
+                last = min(last, time.monotonic() + GRACE_SECONDS)
+    for who, (_, process) in running.items():
+        process.join(10 if who in answers else 0)
         process.kill()
+    answers |= dict.fromkeys(pending.values(), (None, "no answer"))
+    errors = [f"{who}: {error}" for who, (_, error) in answers.items() if error is not None]
     assert not errors, "\n".join(errors)
-    return values
+    return {who: value for who, (value, _) in answers.items()}

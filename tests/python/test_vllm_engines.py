@@ -55,7 +55,7 @@ def _train(store: dist.Store, rank: int, port: int, only_changed: bool | int) ->
     from vllm.distributed.weight_transfer.base import ModuleSource
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
-    from shardwright.integrations.vllm.engines import TrainerInfo
+    from shardwright.integrations.vllm.engines import DTensorSource, TrainerInfo
 
     torch.manual_seed(0)
     model = weight_sync_jobs.Trained()
@@ -64,7 +64,8 @@ def _train(store: dist.Store, rank: int, port: int, only_changed: bool | int) ->
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     info = TrainerInfo("127.0.0.1", port, 2 * RANKS, "bfloat16", only_changed, rank=rank)
-    engine = WeightTransferTrainerFactory.trainer_init(info, client=_Client(store), source=ModuleSource(model))
+    source = ModuleSource if hasattr(ModuleSource, "iter_local") else DTensorSource  # vLLM 0.32 has no iter_local
+    engine = WeightTransferTrainerFactory.trainer_init(info, client=_Client(store), source=source(model))
     for update in range(UPDATES):
         with torch.no_grad():
             for parameter in model.parameters():
