@@ -117,9 +117,12 @@ def _reload(post: Callable[..., Any], folder: pathlib.Path) -> None:
 
 
 def test_server_answers_with_the_trained_weights(tmp_path: pathlib.Path) -> None:
-    """After syncs, answers are those of the trained checkpoint, bit for bit. On CPU vLLM packs weights."""
+    """After syncs, answers are those of the trained checkpoint, bit for bit. On CPU vLLM packs weights.
+
+    Embeddings are tied here, and not in test_verl.py.
+    """
     model, trained = tmp_path / "model", tmp_path / "trained"
-    save_model(model, tied=False)
+    save_model(model, tied=True)
     with _server(model, tmp_path / "server.log") as post:
         before = _answer(post, model)
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(EXAMPLE)]

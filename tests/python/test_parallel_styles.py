@@ -309,6 +309,10 @@ def _bytes_of_three_layers(shares_gather: bool, plain: bool) -> tuple[int, int]:
     style = sw_parallel.ColwiseParallel(input_layouts=Shard(0), use_local_output=False, shares_gather=shares_gather)
     sharded = [parallelize_module(copy.deepcopy(layer), mesh, style) for layer in layers]
     leaf = dtensors.distribute(full, mesh, ["S(0)"]).requires_grad_()
+    with torch.inference_mode():
+        x = leaf * 1
+        for layer, whole in zip(sharded, layers, strict=True):
+            assert torch.equal(layer(x.to_local() if plain else x).full_tensor(), whole(full))
     for _ in range(2):  # the first iteration makes plans and groups
         leaf.grad = None
         x = (leaf * 1).to_local() if plain else leaf * 1

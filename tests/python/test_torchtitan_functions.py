@@ -117,6 +117,20 @@ def test_all_gather_linears(pool: Pool, case: tuple[tuple[int, ...], int, tuple[
     pool.run(_gathers, WORLD, *case)
 
 
+def _wrong_dims() -> None:
+    x, weight, group = torch.ones(4, 6), torch.ones(5, 6), dist.group.WORLD
+    for dim in (1, -1, 2, -3):
+        allowed = rf"_dim must be a dim of x \(2 dims\) other than the last, got {dim}$"
+        with pytest.raises(ValueError, match="gather" + allowed):
+            functions.all_gather_linear(x, weight, None, group, gather_dim=dim)
+        with pytest.raises(ValueError, match="scatter" + allowed):
+            functions.linear_reduce_scatter(x, weight, None, group, scatter_dim=dim)
+
+
+def test_wrong_dims_are_named(pool: Pool) -> None:
+    pool.run(_wrong_dims, WORLD)
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_linear_reduce_scatter(pool: Pool, case: tuple[tuple[int, ...], int, tuple[int, int]]) -> None:
     pool.run(_scatters, WORLD, *case)

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import jobs
 import shardwright as sw
@@ -28,6 +29,7 @@ import weight_sync_jobs
 
 RANKS = weight_sync_jobs.RANKS
 UPDATES = 4
+DISCARDED = 2  # the update before which workers lose their weights
 
 
 class _Client:
@@ -47,6 +49,16 @@ class _Client:
 
 
 class _Model(weight_sync_jobs.Served):
+    """Has a parameter in float32 for a buffer of the trainer, if that has one."""
+
+    def __init__(self, rank: int, has_bias: bool) -> None:
+        super().__init__(rank)
+        if has_bias:
+            self.weights["bias"] = torch.nn.Parameter(torch.zeros(5))
+
+    def _place(self, name: str, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return (self.weights["bias"], weight) if name == "bias" else super()._place(name, weight)
+
     def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
         return iter(self.weights.items())
 
@@ -59,18 +71,25 @@ def _train(store: dist.Store, rank: int, port: int, only_changed: bool | int) ->
 
     torch.manual_seed(0)
     model = weight_sync_jobs.Trained()
+    if only_changed:
+        model.register_buffer("bias", torch.rand(5))
     mesh = init_device_mesh("cpu", (RANKS,))
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     info = TrainerInfo("127.0.0.1", port, 2 * RANKS, "bfloat16", only_changed, rank=rank)
-    source = ModuleSource if hasattr(ModuleSource, "iter_local") else DTensorSource  # vLLM 0.32 has no iter_local
+    source = DTensorSource
+    if not only_changed and hasattr(ModuleSource, "iter_local"):  # since vLLM 0.33
+        source = ModuleSource
+    if source is DTensorSource:
+        with torch.no_grad():
+            model(torch.arange(weight_sync_jobs.VOCAB))  # FSDP2 leaves the root's weights gathered
     engine = WeightTransferTrainerFactory.trainer_init(info, client=_Client(store), source=source(model))
     for update in range(UPDATES):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.to_local()[:1].mul_(1 + update)
-        full = weight_sync_jobs.whole(model)
+        full = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in model.state_dict().items()}
         if rank == 0:
             file = io.BytesIO()
             torch.save(full, file)
@@ -78,7 +97,7 @@ def _train(store: dist.Store, rank: int, port: int, only_changed: bool | int) ->
         with sw.debug.wire_meter() as meter:
             engine.send_weights()
         everything = sum(p.to_local().numel() for p in model.parameters()) * 2
-        if update and only_changed:
+        if update and update != DISCARDED and only_changed:
             assert meter.sent_bytes < everything / 3  # nothing is gathered, and only first rows changed
     engine.shutdown()
 
@@ -86,25 +105,48 @@ def _train(store: dist.Store, rank: int, port: int, only_changed: bool | int) ->
 def _serve(store: dist.Store, rank: int) -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    model, checked = _Model(rank), _Model(rank)
+    has_bias = json.loads(store.get("only_changed"))
+    model, checked = _Model(rank, has_bias), _Model(rank, has_bias)
     config = types.SimpleNamespace(backend="shardwright")
     vllm_config = types.SimpleNamespace(parallel_config=None, model_config=None)
     engine = WeightTransferEngineFactory.create_engine(config, vllm_config, torch.device("cpu"), model)
+    worker = _worker(engine)
     updates, number = 0, 0
     while updates < UPDATES:
         method, payload = json.loads(store.get(f"call/{number}"))
         if method == "init_weight_transfer_engine":
             engine.init_transfer_engine(engine.parse_init_info(*payload))
         else:
+            if method == "start_weight_update" and updates == DISCARDED and rank == 0:
+                worker.sleep(1)
+                worker.sleep(level=2)
             getattr(engine, method)(*payload)
         if method == "finish_weight_update":
             checked.load_weights(torch.load(io.BytesIO(store.get(f"whole/{updates}"))).items())
             for name, weight in model.weights.items():
-                assert torch.equal(weight.view(torch.int16), checked.weights[name].view(torch.int16)), (updates, name)
+                assert torch.equal(weight.view(torch.uint8), checked.weights[name].view(torch.uint8)), (updates, name)
             updates += 1
         store.add(f"done/{number}", 1)
         number += 1
     engine.shutdown()
+
+
+def _worker(engine: Any) -> Any:
+    """Returns a worker with our extension, whose sleep at level 2 discards weights without another version."""
+    from shardwright.integrations.vllm.worker import WorkerExtension
+
+    class Base: ...
+
+    class Worker(Base):
+        def __init__(self, weight_transfer_engine: Any) -> None:
+            self.weight_transfer_engine = weight_transfer_engine
+
+        def sleep(self, level: int = 1) -> None:
+            for weight in engine.model.weights.values() if level > 1 else ():
+                weight.data.fill_(float("nan"))
+
+    Worker.__bases__ = (*Worker.__bases__, WorkerExtension)  # as vLLM does
+    return Worker(engine)
 
 
 def _run(shared: Any, role: str, rank: int, port: int, only_changed: bool | int) -> None:

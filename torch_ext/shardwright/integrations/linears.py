@@ -19,6 +19,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from ..layouts.errors import argument_error
 from ..matmul import all_gather_matmul, matmul_reduce_scatter
 
 
@@ -47,6 +48,7 @@ def all_gather_linears(
     Returns:
         One tensor of shape (..., out_features) per weight, whole in `gather_dim` and sharded in the last dim.
     """
+    _check_dim("gather_dim", gather_dim, x)
     size = x.shape[gather_dim] * group.size() if size is None else size
     if out_features is None:
         out_features = [weight.shape[0] * group.size() for weight in weights]
@@ -121,9 +123,16 @@ def linear_reduce_scatter(
     Returns:
         This rank's part of shape (..., out_features).
     """
+    _check_dim("scatter_dim", scatter_dim, x)
     size = x.shape[-1] * group.size() if in_features is None else in_features
     y: torch.Tensor = matmul_reduce_scatter(x, weight.t(), bias, scatter_dim=scatter_dim, size=size, group=group)
     return y
+
+
+def _check_dim(name: str, dim: int, x: torch.Tensor) -> None:
+    """Raises ValueError unless `dim` is a dim of `x` other than the last, which the products contract."""
+    if dim % max(x.ndim, 1) == x.ndim - 1 or not -x.ndim <= dim < x.ndim:
+        raise argument_error(name, f"a dim of x ({x.ndim} dims) other than the last", dim)
 
 
 # By the names of torchtitan's autograd functions, whose `apply` they replace.

@@ -181,11 +181,11 @@ class _Gathered(NamedTuple):
 
 def _forward_sharing(module: nn.Linear, x: DTensor) -> DTensor:
     """The forward of a layer that shares its gather with other layers of the same input."""
-    if torch.compiler.is_compiling():  # tensors in graphs cannot hold attributes
-        options = module._shardwright_options
-        return linear(x, module.weight, module.bias, **options)  # type: ignore[arg-type]
     # Each layer makes its own annotated DTensor, so the gathered tensor is stored on the module's original input.
     given = getattr(x, "_shardwright_given", x)
+    # Tensors in graphs cannot hold attributes. Inference tensors have no version that shows writes.
+    if torch.compiler.is_compiling() or given.is_inference():
+        return _forward(module, x)
     held: _Gathered | None = getattr(given, "_shardwright_gathered", None)
     now = (given._version, torch.is_grad_enabled() and x.requires_grad)
     if held is not None and held[1:] == now and held.whole.device_mesh == x.device_mesh:

@@ -69,6 +69,7 @@ class ServerEngine(WeightTransferEngine[ServerInitInfo, UpdateInfo]):
     init_info_cls = ServerInitInfo
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
+    weights_replaced = False  # since the last update, other than by one; versions of tensors may not show it
     _link: Connection | None = None
 
     def init_transfer_engine(self, init_info: ServerInitInfo) -> None:
@@ -99,7 +100,8 @@ class ServerEngine(WeightTransferEngine[ServerInitInfo, UpdateInfo]):
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Receives all weights: in place, or in layers that convert them, in a second set of tensors."""
-        self._transfer.start(everything=update_info.everything).wait()
+        self._transfer.start(everything=update_info.everything or self.weights_replaced).wait()
+        self.weights_replaced = False
 
     def shutdown(self) -> None:
         if self._link is not None:
@@ -113,7 +115,8 @@ class TrainerInfo(TrainerInitInfo):
     Args:
         store_host, store_port: where rank 0 makes the store that the trainer and vLLM share.
         world_size: the number of ranks of the trainer and of vLLM's workers together.
-        dtype: the dtype of vLLM's parameters, if the trainer's is another one.
+        dtype: the dtype of vLLM's parameters, if the trainer's is another one. Parameters that vLLM keeps in float32
+            get float32.
         only_changed: as in `transfer`.
         unused: patterns of names of the trainer's weights that vLLM's loader may skip.
         unwritten: patterns of names of vLLM's parameters of which the loader may leave elements as they are, such as a
@@ -137,15 +140,22 @@ class TrainerInfo(TrainerInitInfo):
 
 
 class DTensorSource(ModuleSource):
-    """The parameters of a module as a source for `TrainerEngine`: DTensors in any placements, and plain tensors.
+    """The weights of a module as a source for `TrainerEngine`: DTensors in any placements, and plain tensors.
 
-    vLLM's `ModuleSource` gathers parameters with other placements than `Shard` and `Replicate`, and all parameters in
-    vLLM 0.32. Plain tensors must be equal on all ranks of the trainer.
+    These are the tensors of its ``state_dict()``, without further names of tied weights. vLLM's `ModuleSource` omits
+    buffers, and gathers parameters with other placements than `Shard` and `Replicate`, and all parameters in vLLM 0.32.
+    Plain tensors must be equal on all ranks of the trainer.
     """
 
-    def parameters(self) -> dict[str, torch.Tensor]:
-        """Returns the parameters by name."""
-        return {name: parameter.detach() for name, parameter in self._module.named_parameters()}
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Returns the weights by name. FSDP2's are sharded, even if a forward has left them gathered."""
+        seen: set[int] = set()
+        weights = {}
+        for name, tensor in self._module.state_dict(keep_vars=True).items():
+            if isinstance(tensor, torch.Tensor) and id(tensor) not in seen:
+                weights[name] = tensor.detach()
+                seen.add(id(tensor))
+        return weights
 
 
 class TrainerEngine(TrainerWeightTransferEngine[TrainerInfo]):
@@ -166,7 +176,10 @@ class TrainerEngine(TrainerWeightTransferEngine[TrainerInfo]):
             raise argument_error("rank", f"{dist.get_rank()}, the rank in the default process group", init_info.rank)
         engine = cls(client=client, source=source, is_sender=init_info.is_sender)
         engine.rank = init_info.rank
-        metadata = source.metadata() if callable(source.metadata) else source.metadata  # a method in vLLM 0.32
+        if isinstance(source, DTensorSource):
+            metadata = [ParamMeta(name, x.dtype, tuple(x.shape)) for name, x in source.weights().items()]
+        else:
+            metadata = source.metadata
         weights = [(meta.name, list(meta.shape), str(meta.dtype).removeprefix("torch.")) for meta in metadata]
         arguments = {name: value for name, value in asdict(init_info).items() if name != "rank"}
         to_workers = ServerInitInfo(**arguments, weights=weights)
@@ -178,9 +191,11 @@ class TrainerEngine(TrainerWeightTransferEngine[TrainerInfo]):
         return engine
 
     def send_weights(self, everything: bool = False) -> None:
-        """Sends the source's current weights, and waits until all workers have them."""
-        if self.is_sender:
-            self.client.start_weight_update()
+        """Sends the source's current weights, and waits until all workers have them.
+
+        Raises RuntimeError on all ranks if the server does not start the update.
+        """
+        self._start_weight_update()
         self._with_workers(
             lambda: self.client.update_weights(asdict(UpdateInfo(everything=everything))),
             lambda: self._transfer.start(everything).wait(),
@@ -190,6 +205,19 @@ class TrainerEngine(TrainerWeightTransferEngine[TrainerInfo]):
 
     def shutdown(self) -> None:
         self._link.close()
+
+    def _start_weight_update(self) -> None:
+        """Lets the sender start the update. The other ranks wait for it, so that they do not wait for the workers."""
+        failure: list[Exception | None] = [None]
+        if self.is_sender:
+            try:
+                self.client.start_weight_update()
+            except Exception as error:
+                failure = [error]
+        said = [None if failure[0] is None else f"{type(failure[0]).__name__}: {failure[0]}"]
+        dist.broadcast_object_list(said, src=0)
+        if said[0] is not None:
+            raise RuntimeError(f"vLLM did not start a weight update: {said[0]}") from failure[0]
 
     def _plan(self, store: dist.Store, init_info: ServerInitInfo) -> None:
         self._store = store  # lives as long as the engine
@@ -225,7 +253,7 @@ def _has_local_parts(source: Any) -> bool:
 def _local_parts(source: Any, ranks: tuple[int, ...]) -> Callable[[], dict[str, Any]]:
     """Returns a function that returns the source of the transfer: this rank's parts and their layouts."""
     if isinstance(source, DTensorSource):
-        return lambda: in_connection(source.parameters(), ranks)
+        return lambda: in_connection(source.weights(), ranks)
     layouts = {meta.name: _layout(meta, ranks) for meta in source.metadata}
     return lambda: {name: (part.detach(), layouts[name]) for name, part in source.iter_local()}
 

@@ -5,12 +5,13 @@ Follows vllm/model_executor/model_loader/reload of vLLM 0.32 and 0.33.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ...layouts import argument_values
 from ...layouts.errors import argument_error
 from ...loaders import recorded_destination
 from ...loaders.recording import Load, Weights
@@ -57,7 +58,7 @@ class LoadedWeights:
         try:
             kernel_tensors = {layer: layerwise.get_layerwise_info(layer).kernel_tensors for layer in model.modules()}
             as_loaded = {layer: _tensors_as_loaded(layer) for layer in model.modules()}
-            found = record(model.load_weights, model.named_parameters())
+            found = record(model.load_weights, _untied(model, kernel_tensors))
         finally:
             self._end_reload()
         written = {tensor.untyped_storage()._cdata for tensor, _ in found.values()}
@@ -78,6 +79,9 @@ class LoadedWeights:
     def finish(self) -> None:
         """Converts the weights, if layers do, and copies them to the tensors that the kernels use."""
         if not self._converts:
+            for layer in self._model.modules():
+                if type(layer).__name__ in PLAIN_ATTENTION and getattr(layer.impl, "sinks", None) is not None:
+                    layer.process_weights_after_loading(self._model_config.dtype)  # its kernel may keep a copy of them
             return
         from vllm.model_executor.model_loader.reload import layerwise
 
@@ -149,6 +153,17 @@ def _tensors_as_loaded(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensors[name] for name in on_meta}
 
 
+def _untied(model: torch.nn.Module, kernel_tensors: dict[torch.nn.Module, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the model's parameters, during a reload. Of tied weights, which vLLM unties, it yields the first."""
+    seen: set[int] = set()
+    for name, parameter in model.named_parameters():
+        path, _, attribute = name.rpartition(".")
+        used = id(kernel_tensors[model.get_submodule(path)][0].get(attribute, parameter))
+        if used not in seen:
+            yield name, parameter
+        seen.add(used)
+
+
 def recorded(
     load: Load, parameters: Iterable[tuple[str, torch.Tensor]], weights: Weights, options: Any, link: Connection
 ) -> dict[str, tuple[torch.Tensor, Any]]:
@@ -166,14 +181,24 @@ def recorded(
 def planned(
     source: Any, to: Any, rules: Sequence[Rule], options: Any, link: Connection, device: torch.device | None
 ) -> Transfer:
-    """Returns the transfer of one side of the connection. The weights are cast after `rules`.
+    """Returns the transfer of one side of the connection. The weights are cast after `rules`. All ranks must call.
 
     Args:
         options: has `dtype`, of vLLM's parameters or None, `only_changed` and `unused`, as in `transfer`.
     """
-    casts = [cast(options.dtype)] if options.dtype is not None else []
+    casts = [] if options.dtype is None else _casts({} if to is None else to, options.dtype, link)
     given = {"only_changed": options.only_changed, "unused": options.unused, "group": link.group, "device": device}
     return transfer(source, to, [*rules, *casts], **given)
+
+
+def _casts(to: Mapping[str, tuple[torch.Tensor, Any]], dtype: str, link: Connection) -> list[Rule]:
+    """Returns rules that cast weights whose parameters have `dtype` or float32 to that dtype, on all ranks."""
+    of_ranks: list[dict[str, str]] = [{}] * link.world_size
+    dist.all_gather_object(of_ranks, {name: layout.dtype for name, (_, layout) in to.items()}, group=link.group)
+    dtypes = {name: kept for of_rank in of_ranks for name, kept in of_rank.items()}
+    allowed = (argument_values.dtype_text(dtype), "float32")
+    by_dtype = {kept: sorted(name for name in dtypes if dtypes[name] == kept) for kept in allowed}
+    return [cast(kept, names) for kept, names in by_dtype.items() if names]
 
 
 def default_backend() -> str:
