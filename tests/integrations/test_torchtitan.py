@@ -15,10 +15,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from meshes import IS_2_11
-
-if IS_2_11:
-    pytest.skip("torchtitan 0.3 needs torch 2.12", allow_module_level=True)
+if torch.__version__ < "2.14":
+    pytest.skip(
+        "torchtitan 0.3 trains with torch 2.14 and newer: older FSDP2 refuses its plain weights",
+        allow_module_level=True,
+    )
 spmd = pytest.importorskip("spmd_types")
 pytest.importorskip("torchtitan")
 

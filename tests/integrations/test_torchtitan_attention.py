@@ -16,10 +16,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from meshes import IS_2_11
-
-if IS_2_11:
-    pytest.skip("torchtitan 0.3 needs torch 2.12", allow_module_level=True)
+if torch.__version__ < "2.14":
+    pytest.skip(
+        "torchtitan 0.3 trains with torch 2.14 and newer: older FSDP2 refuses its plain weights",
+        allow_module_level=True,
+    )
 pytest.importorskip("torchtitan")
 
 from torchtitan.models.common.attention import FlexAttention, VarlenAttention
