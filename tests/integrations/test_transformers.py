@@ -186,7 +186,7 @@ def _one_expert(folder: pathlib.Path, sizes: dict[str, int], dtype: torch.dtype)
     x = torch.randn(6, 32, dtype=dtype)
     ids = torch.tensor([[0, 1]] * 6)
     scores = torch.rand(6, 2)  # float32, as routers make them
-    results = []
+    results, gradients = [], []
     for options in (None, "all_to_all", "shardwright"):
         experts = whole
         if options is not None:
@@ -197,8 +197,12 @@ def _one_expert(folder: pathlib.Path, sizes: dict[str, int], dtype: torch.dtype)
         y.square().sum().backward()
         results.append([y, *(leaf.grad for leaf in leaves)])
         if options is not None:
-            assert all(weight.grad is not None for weight in experts.parameters())
+            gradients.append({name: weight.grad for name, weight in experts.named_parameters()})
+            assert all(gradient is not None for gradient in gradients[-1].values())
     tolerance = TOLERANCE if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-4}
+    for name, gradient in gradients[1].items():
+        assert_close(local(gradient), local(gradients[0][name]), **tolerance)
+        assert dist.get_rank() == 0 or not local(gradient).any()  # the first rank has the experts in use
     for actual, stock, expected in zip(results[2], results[1], results[0], strict=True):
         assert actual.dtype == stock.dtype
         assert_close(actual, expected, check_dtype=False, **tolerance)

@@ -29,6 +29,8 @@ class WorkerExtension(vLLMColocateWorkerExtension):
         """
         self.shardwright_received = [name for name, _ in weights] == [ADDRESS]
         if not self.shardwright_received:
+            if self.shardwright_receiver is not None:
+                self.shardwright_receiver.weights_replaced = True
             super()._update_weights(weights, *args, **kwargs)
             return
         models = list(self._iter_all_models())
@@ -45,5 +47,5 @@ class WorkerExtension(vLLMColocateWorkerExtension):
 
     def _shardwright_sleep(self, sleep: Callable[[int], None], receiver: Receiver, level: int = 1) -> None:
         """Calls vLLM's `sleep`, and tells the receiver of discarded weights. Versions of tensors do not show that."""
-        receiver.weights_discarded |= level > 1
+        receiver.weights_replaced |= level > 1
         sleep(level)
