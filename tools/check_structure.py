@@ -113,7 +113,7 @@ MAX_CODE_LINES = {
     "graph": 299,
     "integrations": 191,
     "integrations/torchtitan": 298,
-    "integrations/verl": 200,
+    "integrations/verl": 202,
     "integrations/vllm": 334,
     "layouts": 475,
     "loaders": 304,
