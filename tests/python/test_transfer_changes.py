@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 import meshes
 import shardwright as sw
@@ -190,7 +192,8 @@ def _everything() -> list[str]:
     start()
     start()
     if rank == 3:
-        t.tensors["w"].data.zero_()  # not detected
+        t.tensors["w"].data.zero_()  # without another version
+    start()
     start(everything=rank == 0)
     start()
     if local is not None:
@@ -208,10 +211,46 @@ def _everything() -> list[str]:
 
 def test_everything_is_sent_if_changes_are_not_enough(pool: Pool) -> None:
     for reasons in pool.run(_everything, WORLD_SIZE):
-        expected = ("first start", "", "written to", "", "everything=True", "", "did not complete", "")
+        expected = (
+            "first start",
+            "",
+            "other values",
+            "",
+            "other values",
+            "everything=True",
+            "",
+            "did not complete",
+            "",
+        )
         assert len(reasons) == len(expected)
         for reason, part in zip(reasons, expected):
             assert part in reason and bool(part) == bool(reason), reasons
+
+
+def _dtensors_and_scalars() -> None:
+    """A DTensor's own operators write without another version of its local tensor. A tensor without dims changes."""
+    rank = dist.get_rank()
+    mesh = DeviceMesh(meshes.device, [2, 3])
+    w, s = torch.full((4, 8), 3.0, device=meshes.device), torch.tensor(1.0, device=meshes.device)
+    source = {"w": (w, sw.Layout(FROM, (8, 8), ["S(0)"])), "s": (s, sw.Layout(FROM, (), ["R"]))}
+    if rank >= 2:
+        placed = DTensor.from_local(torch.zeros(8, 4, device=meshes.device), mesh, [Shard(1)])
+        scalar = torch.zeros((), device=meshes.device)
+        to = {"w": placed, "s": (scalar, sw.Layout(TO, (), ["R"]))}
+    t = sw.transfer(source if rank < 2 else None, to if rank >= 2 else None, only_changed=True, device=meshes.device)
+    for update, reason in enumerate(("first start", "", "other values", "")):
+        s.fill_(update)
+        if rank == 3 and update == 2:
+            with torch.no_grad():
+                placed.zero_()
+        handle = t.start()
+        handle.wait()
+        assert reason in handle.report.reason and bool(reason) == bool(handle.report.reason), handle.report
+        assert rank < 2 or (placed.to_local().eq(3).all() and scalar.item() == update)
+
+
+def test_changes_of_dtensors_and_scalars(pool: Pool) -> None:
+    pool.run(_dtensors_and_scalars, WORLD_SIZE)
 
 
 def _other_memory() -> None:

@@ -110,7 +110,6 @@ def _serve(store: dist.Store, rank: int) -> None:
     config = types.SimpleNamespace(backend="shardwright")
     vllm_config = types.SimpleNamespace(parallel_config=None, model_config=None)
     engine = WeightTransferEngineFactory.create_engine(config, vllm_config, torch.device("cpu"), model)
-    worker = _worker(engine)
     updates, number = 0, 0
     while updates < UPDATES:
         method, payload = json.loads(store.get(f"call/{number}"))
@@ -118,8 +117,8 @@ def _serve(store: dist.Store, rank: int) -> None:
             engine.init_transfer_engine(engine.parse_init_info(*payload))
         else:
             if method == "start_weight_update" and updates == DISCARDED and rank == 0:
-                worker.sleep(1)
-                worker.sleep(level=2)
+                for weight in model.weights.values():
+                    weight.data.fill_(float("nan"))  # as after vLLM's sleep at level 2
             getattr(engine, method)(*payload)
         if method == "finish_weight_update":
             checked.load_weights(torch.load(io.BytesIO(store.get(f"whole/{updates}"))).items())
@@ -129,24 +128,6 @@ def _serve(store: dist.Store, rank: int) -> None:
         store.add(f"done/{number}", 1)
         number += 1
     engine.shutdown()
-
-
-def _worker(engine: Any) -> Any:
-    """Returns a worker with our extension, whose sleep at level 2 discards weights without another version."""
-    from shardwright.integrations.vllm.worker import WorkerExtension
-
-    class Base: ...
-
-    class Worker(Base):
-        def __init__(self, weight_transfer_engine: Any) -> None:
-            self.weight_transfer_engine = weight_transfer_engine
-
-        def sleep(self, level: int = 1) -> None:
-            for weight in engine.model.weights.values() if level > 1 else ():
-                weight.data.fill_(float("nan"))
-
-    Worker.__bases__ = (*Worker.__bases__, WorkerExtension)  # as vLLM does
-    return Worker(engine)
 
 
 def _run(shared: Any, role: str, rank: int, port: int, only_changed: bool | int) -> None:

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 from ..layouts.errors import argument_error
-from .locations import Location, location_of
 from .messages import (
     MAX_INDEX_BYTES,
     WORD_BYTES,
@@ -32,6 +31,7 @@ from .messages import (
 )
 from .pieces import Ends
 
+CHECKSUM_BYTES = (512, 64)  # of a destination whose words a checksum adds up; the larger is faster
 MAX_EXACT_BYTES = 8  # the largest blocks that are compared bit by bit
 
 # Constants of `_mixed`: the finalizer of splitmix64, as signed numbers.
@@ -83,7 +83,7 @@ class Changes:
         )
         self._kept: dict[Key, torch.Tensor] = {}  # the state of each source
         self._keys: dict[torch.device, torch.Tensor] = {}  # random words of the hash
-        self._written: list[tuple[Location, int]] = []  # locations and versions of the destinations, as last written
+        self._written: dict[torch.device, torch.Tensor] = {}  # checksums of the destinations, as last written
 
     @property
     def kept_bytes(self) -> int:
@@ -98,8 +98,8 @@ class Changes:
         """
         if everything:
             self._reason = "start() was called with everything=True"
-        elif not self._reason and self._written != _states(destinations):
-            self._reason = "a destination was written to, or has other memory, since the last start"
+        elif not self._reason and not _are_equal(self._written, _checksums(destinations)):
+            self._reason = "a destination has other values than after the last start"
         reason, self._reason = self._reason, "the last start did not complete"
         changed: dict[Key, torch.Tensor] = {}
         for message in self._outgoing.values():
@@ -167,10 +167,11 @@ class Changes:
         full = [sum(message.full_bytes for message in side.values()) for side in (self._outgoing, self._incoming)]
         return Report(reason, *(full if rounds is None else (rounds.sent_bytes, rounds.received_bytes)), *full)
 
+    @torch.inference_mode()
     def note_written(self, destinations: Sequence[torch.Tensor]) -> None:
         """Records that the start is complete: later writes by others make the next one send everything."""
         self._reason = ""
-        self._written = _states(destinations)
+        self._written = _checksums(destinations)
 
     def _replace(self, key: Key, local: torch.Tensor) -> torch.Tensor:
         """Keeps the current values of a source. Returns a mask of its elements that may have changed since."""
@@ -206,9 +207,19 @@ def _mixed(words: torch.Tensor) -> torch.Tensor:
     return words
 
 
-def _states(tensors: Sequence[torch.Tensor]) -> list[tuple[Location, int]]:
-    """Returns the location and the version of each tensor with elements. Inference tensors have no versions."""
-    return [(location_of(x), 0 if x.is_inference() else x._version) for x in tensors if x.numel()]
+def _checksums(tensors: Sequence[torch.Tensor]) -> dict[torch.device, torch.Tensor]:
+    """Returns a 64-bit checksum of each tensor with elements, by device. Versions of tensors do not show all writes."""
+    found: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            size = next((size for size in CHECKSUM_BYTES if tensor.nbytes % size == 0), WORD_BYTES)
+            sums = words_of(bits_of(tensor).reshape(-1), size).sum(1)
+            found.setdefault(tensor.device, []).append(_mixed(sums + torch.arange(len(sums), device=sums.device)).sum())
+    return {device: torch.stack(each) for device, each in found.items()}
+
+
+def _are_equal(a: dict[torch.device, torch.Tensor], b: dict[torch.device, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(sums, b[device]) for device, sums in a.items())
 
 
 def check_changes(ends: Ends, block_bytes: int, staging: str | None) -> None:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from .pieces import Piece, Side
 
 WORD_BYTES = 8
-MAX_INDEX_BYTES = 4  # of a distance
+MAX_INDEX_BYTES = 8  # of a distance
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 
 ReadTensor = Callable[[int], torch.Tensor]  # this rank's part of a source or destination, by index
@@ -77,7 +77,7 @@ class Message:
             rows = words_of(flat, self._block_bytes)
             found = rows.index_select(0, own.to(rows.device)).view(torch.uint8)
             blocks[some] = found.view(len(own), -1).to(blocks.device)
-        distances = self._distances(begin, end).to(torch.int32).contiguous().view(torch.uint8).view(-1, MAX_INDEX_BYTES)
+        distances = self._distances(begin, end).contiguous().view(torch.uint8).view(-1, MAX_INDEX_BYTES)
         indices.copy_(distances[:, : self.index_bytes])
 
     def unpack(self, begin: int, end: int, received: torch.Tensor, destination: ReadTensor) -> None:
@@ -88,7 +88,7 @@ class Message:
         blocks, indices = self._parts(received, count)
         distances = torch.zeros(count, MAX_INDEX_BYTES, dtype=torch.uint8)
         distances[:, : self.index_bytes] = indices
-        numbers = (distances.view(torch.int32).view(-1).to(torch.int64) + 1).cumsum(0) + (self._last if begin else -1)
+        numbers = (distances.view(torch.int64).view(-1) + 1).cumsum(0) + (self._last if begin else -1)
         self._last = int(numbers[-1])
         for which, some, own in self._by_piece(numbers):
             piece, dtype = self.pieces[which]

@@ -31,13 +31,13 @@ class Side(NamedTuple):
     def read(self, local: torch.Tensor) -> torch.Tensor:
         """Returns the elements, with the dims of the piece: a view if the indices are contiguous."""
         for dim, index in enumerate(self.indices):
-            is_slice = isinstance(index, slice)
-            local = (
-                local.narrow(dim, index.start, index.stop - index.start) if is_slice else local.index_select(dim, index)
-            )
+            if isinstance(index, slice):
+                local = local.narrow(dim, index.start, index.stop - index.start)
+            else:
+                local = local.index_select(dim, index.to(local.device))
         kept = [dim for dim in self.dims if dim >= 0]
         others = [dim for dim in range(local.ndim) if dim not in kept]  # each has one index
-        local = local.permute(*kept, *others)
+        local = local.permute([*kept, *others])
         for _ in others:
             local = local.squeeze(-1)
         for place, dim in enumerate(self.dims):

@@ -118,8 +118,6 @@ class Receiver(_Member):
         device: the device of the parameters.
     """
 
-    weights_replaced = False  # since the last update, or discarded
-
     def __init__(self, model: torch.nn.Module, vllm_config: Any, device: torch.device) -> None:
         super().__init__()
         self._model, self._vllm_config, self._device = model, vllm_config, device
@@ -144,8 +142,7 @@ class Receiver(_Member):
             to = self._loaded.destinations(lambda load, x: recorded(unquantized(load, vllm), x, weights, options, link))
             self._transfer = planned(None, to, rules, options, link, self._device)
         assert self._transfer is not None
-        self._transfer.start(everything=self.weights_replaced).wait()
-        self.weights_replaced = False
+        self._transfer.start().wait()
         self._loaded.finish()
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)

@@ -5,8 +5,7 @@ Follows verl/workers/rollout/vllm_rollout/utils.py of verl 0.9.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -29,8 +28,6 @@ class WorkerExtension(vLLMColocateWorkerExtension):
         """
         self.shardwright_received = [name for name, _ in weights] == [ADDRESS]
         if not self.shardwright_received:
-            if self.shardwright_receiver is not None:
-                self.shardwright_receiver.weights_replaced = True
             super()._update_weights(weights, *args, **kwargs)
             return
         models = list(self._iter_all_models())
@@ -38,14 +35,8 @@ class WorkerExtension(vLLMColocateWorkerExtension):
             raise argument_error("vLLM's models", "one: weights of a drafter are not supported", f"{len(models)}")
         if self.shardwright_receiver is None:
             self.shardwright_receiver = Receiver(models[0], self.model_runner.vllm_config, self.device)
-            self.sleep: Any = partial(self._shardwright_sleep, self.sleep, self.shardwright_receiver)
         self.shardwright_receiver.receive(weights[0][1])
 
     def _iter_all_models_with_config(self) -> Iterator[tuple[torch.nn.Module, Any]]:
         """Yields the models whose weights verl converts after an update: none if the receiver has converted them."""
         return iter(()) if self.shardwright_received else super()._iter_all_models_with_config()
-
-    def _shardwright_sleep(self, sleep: Callable[[int], None], receiver: Receiver, level: int = 1) -> None:
-        """Calls vLLM's `sleep`, and tells the receiver of discarded weights. Versions of tensors do not show that."""
-        receiver.weights_replaced |= level > 1
-        sleep(level)

@@ -69,7 +69,6 @@ class ServerEngine(WeightTransferEngine[ServerInitInfo, UpdateInfo]):
     init_info_cls = ServerInitInfo
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
-    weights_replaced = False  # since the last update, other than by one; versions of tensors may not show it
     _link: Connection | None = None
 
     def init_transfer_engine(self, init_info: ServerInitInfo) -> None:
@@ -100,8 +99,7 @@ class ServerEngine(WeightTransferEngine[ServerInitInfo, UpdateInfo]):
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Receives all weights: in place, or in layers that convert them, in a second set of tensors."""
-        self._transfer.start(everything=update_info.everything or self.weights_replaced).wait()
-        self.weights_replaced = False
+        self._transfer.start(everything=update_info.everything).wait()
 
     def shutdown(self) -> None:
         if self._link is not None:
