@@ -108,7 +108,10 @@ REFUSED: list[tuple[Callable[[torch.Tensor, torch.Tensor], object], str]] = [
     (lambda x, w: x.copy_(w[0] * 2), "got aten.mul.Tensor of w"),
     (lambda x, w: x.add_(w[0]), "got aten.add_.Tensor of w"),
     (lambda x, w: x.copy_(w[torch.tensor([1])][0]), "of w"),
-    (lambda x, w: x.copy_(w.to(torch.bfloat16)[0]), "must cast w once"),
+    (lambda x, w: x.copy_(w.to(torch.bfloat16)[0]), "must cast w at most once, .* got torch.bfloat16$"),
+    (lambda x, w: x.copy_(w.int().float()[0]), "got torch.int32, then torch.float32"),
+    (lambda x, w: x.copy_(torch._neg_view(w[0])), "negated view"),
+    (lambda x, w: torch.zeros(4, 10).copy_(w[0]), "a tensor that load has made"),
     (lambda x, w: x[:2].copy_(w[0, ::2]), "not adjacent"),
     (lambda x, w: x.copy_(w[0, :1]), "repeats its elements"),
     (lambda x, w: x.copy_(w.permute(1, 0, 2).reshape(24, 10)[4:8]), "reshapes a copy"),
@@ -126,6 +129,7 @@ def test_other_loaders_are_errors(write: Callable[..., object], message: str) ->
 
     with pytest.raises(ValueError, match=message):
         record(load, {"w": (SHAPE, torch.float32)})
+    assert not x.any()
 
 
 def _grid() -> None:

@@ -8,6 +8,7 @@ recorded instead of executed. A write is a box of a weight, and the elements of 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -68,6 +69,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.writes: dict[str, list[Write]] = {}
         self._memories: dict[int, _Memory] = {}  # by storage
+        self._made: set[int] = set()  # storages of other tensors that the loader has made
         self._alive: list[torch.Tensor] = []  # keeps these storages, so that no other gets the same identity
 
     def weight(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -90,7 +92,7 @@ class _Recorder(TorchDispatchMode):
         leaves = torch.utils._pytree.tree_leaves((args, kwargs))
         found = next((memory for memory in map(self._memory_of, leaves) if memory is not None), None)
         if found is None:
-            return func(*args, **kwargs)
+            return self._noted(func(*args, **kwargs), leaves)
         if func is torch.ops.aten.copy_.default and self._memory_of(args[0]) is None:
             self._record(args[0], args[1], found)
             return args[0]
@@ -104,12 +106,27 @@ class _Recorder(TorchDispatchMode):
             "computes with must be converted by the trainer"
         )
 
+    def _noted(self, result: Any, given: Sequence[Any]) -> Any:
+        """Returns `result`. Notes its tensors that have memory of their own, unlike views of `given`."""
+        known = {_storage_of(x) for x in given if isinstance(x, torch.Tensor)}
+        for tensor in torch.utils._pytree.tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and _storage_of(tensor) not in known:
+                self._made.add(_storage_of(tensor))
+                self._alive.append(tensor)
+        return result
+
     def _record(self, into: torch.Tensor, value: torch.Tensor, memory: _Memory) -> None:
         """Records a copy of `value`, a view of `memory`."""
         if into.numel() == 0:
             return
-        if memory.dtype not in (_root_memory(memory).dtype, into.dtype):
-            raise ValueError(f"load must cast {memory.name} once, to the parameter's {into.dtype}, got {memory.dtype}")
+        if _storage_of(into) in self._made:
+            raise ValueError(f"load must copy {memory.name} to parameters, got a copy to a tensor that load has made")
+        if any(tensor.is_conj() or tensor.is_neg() for tensor in (into, value)):
+            raise ValueError(f"load must copy {memory.name} as it is, got a conjugated or negated view")
+        root, *others = [dtype for dtype, _ in itertools.groupby(reversed(_dtypes(memory)))]
+        if others not in ([], [into.dtype]):
+            casts = ", then ".join(map(str, others))
+            raise ValueError(f"load must cast {memory.name} at most once, to the parameter's {into.dtype}, got {casts}")
         view = _strides_of(value.expand(into.shape))
         weight, view = _in_weight(memory, view)
         begins, lengths, strides = _box(weight, view, into.stride())
@@ -136,11 +153,13 @@ def _strides_of(tensor: torch.Tensor) -> _Strided:
     return _Strided(tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
 
 
-def _root_memory(memory: _Memory) -> _Memory:
-    """Returns the memory of the weight."""
+def _dtypes(memory: _Memory) -> list[torch.dtype]:
+    """Returns the dtypes of a memory and of those that it is a copy of, up to the weight."""
+    dtypes = [memory.dtype]
     while memory.parent is not None:
         memory = memory.parent[0]
-    return memory
+        dtypes.append(memory.dtype)
+    return dtypes
 
 
 def _in_weight(memory: _Memory, view: _Strided) -> tuple[_Memory, _Strided]:
