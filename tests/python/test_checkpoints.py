@@ -82,8 +82,10 @@ def test_reader_reads_only_requested_slices(pool: Pool, folder: str) -> None:
 def _load_conjugated(folder: str) -> None:
     full = oracle.global_tensor((6, 5), torch.complex64, 3)
     imaginary = full.conj().imag  # a view with the negative bit
-    dcp.save({"conj": full.conj(), "neg": imaginary, "plain": full}, checkpoint_id=folder)
+    negated = torch._neg_view(torch.arange(6.0))  # the whole of its storage
+    dcp.save({"conj": full.conj(), "neg": imaginary, "negated": negated, "plain": full}, checkpoint_id=folder)
     expected = {"conj": full.conj().resolve_conj(), "neg": imaginary.resolve_neg(), "plain": full}
+    expected["negated"] = -torch.arange(6.0)
     loaded = {name: torch.zeros_like(x) for name, x in expected.items()}
     dcp.load(loaded, storage_reader=sw.checkpoints.CheckpointReader(folder))
     for name, x in expected.items():

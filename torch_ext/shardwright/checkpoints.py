@@ -47,6 +47,7 @@ class _StoredTensor(NamedTuple):
     strides: tuple[int, ...]
     dtype: torch.dtype
     is_conj: bool
+    is_neg: bool
 
 
 class _NeededBox(NamedTuple):
@@ -104,7 +105,8 @@ class CheckpointReader(dcp.FileSystemReader):
                     if direct:
                         torch.autograd.graph.increment_version(target)  # the read bypassed autograd
                     else:
-                        target.copy_(piece.conj() if stored.is_conj else piece)
+                        piece = piece.conj() if stored.is_conj else piece
+                        target.copy_(torch._neg_view(piece) if stored.is_neg else piece)
 
     def _read(
         self, file: Any, stored: _StoredTensor, offsets: Sequence[int], runs: Sequence[list[_Run]], piece: torch.Tensor
@@ -211,7 +213,7 @@ def _indices(runs: Sequence[_Run]) -> torch.Tensor:
 
 def _can_be_read_into(target: torch.Tensor, stored: _StoredTensor) -> bool:
     """Returns True if bytes of the file can be read into the target without a conversion."""
-    has_same_format = target.dtype == stored.dtype and not stored.is_conj
+    has_same_format = target.dtype == stored.dtype and not stored.is_conj and not stored.is_neg
     return target.device.type == "cpu" and has_same_format and not target.is_conj() and not target.is_neg()
 
 
@@ -220,7 +222,7 @@ def _locate(file_slice: Any, offset: int) -> _StoredTensor:
     tensor = torch.load(file_slice, map_location="meta", weights_only=True)
     storage_begin: int = tensor.untyped_storage()._checkpoint_offset
     begin = offset + storage_begin + tensor.storage_offset() * tensor.dtype.itemsize
-    return _StoredTensor(begin, tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.is_conj())
+    return _StoredTensor(begin, tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
 
 
 def _read_into(file: Any, at: int, tensor: torch.Tensor) -> None:
