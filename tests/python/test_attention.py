@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import re
@@ -474,6 +475,10 @@ def _dtypes_and_placements_like_stock() -> None:
     )
     with sw.attention.context_parallel(mesh, size=16), refused:
         F.scaled_dot_product_attention(*heads)
+    without_heads = [distribute_tensor(t[0], mesh, [Shard(1)]) for t in (q, k, v)]
+    with sw.attention.context_parallel(mesh, size=8, layout="contiguous"):
+        found = F.scaled_dot_product_attention(*without_heads)
+    torch.testing.assert_close(found.full_tensor(), F.scaled_dot_product_attention(q[0], k[0], v[0]))
 
 
 @only_on_cpu
@@ -489,6 +494,16 @@ class _Layer(torch.nn.Module):
         return F.scaled_dot_product_attention(q, k, v)
 
 
+class _Checkpointed(torch.nn.Module):
+    def __init__(self, is_reentrant: bool) -> None:
+        super().__init__()
+        self.is_reentrant, self.attention = is_reentrant, _Layer()
+        self.scale = torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.attention, q * self.scale, k, v, use_reentrant=self.is_reentrant)
+
+
 def _in_a_layer() -> None:
     from torch.distributed.tensor.parallel import parallelize_module
 
@@ -500,6 +515,16 @@ def _in_a_layer() -> None:
     positions = _positions(None, 20)
     out = layer(*(t[:, :, positions] for t in (q, k, v)))
     torch.testing.assert_close(out.double(), exact[0][:, :, positions], atol=1e-5, rtol=0)
+    for is_reentrant in (True, False):
+        first = parallelize_module(_Checkpointed(is_reentrant), meshes.get_mesh((3,)), ContextParallel(size=20))
+        layer = copy.deepcopy(first)
+        with torch.no_grad():
+            first.scale.zero_()  # the copy has a weight of its own
+        leaves = [t[:, :, positions].requires_grad_() for t in (q, k, v)]
+        out = layer(*leaves)
+        out.backward(dout[:, :, positions])
+        for actual, right in zip((out, *(leaf.grad for leaf in leaves)), exact[:4], strict=True):
+            torch.testing.assert_close(actual.double(), right[:, :, positions], atol=1e-5, rtol=0)
 
 
 @only_on_cpu
@@ -521,12 +546,17 @@ def _compiled() -> None:
         )
         return out.square().sum()
 
+    group = mesh.get_group()
+
+    def loss_in_group(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return sw.attention.scaled_dot_product_attention(q, k, v, size=18, layout="zigzag", group=group).square().sum()
+
     def loss_of_dtensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16):
             out = sw.attention.scaled_dot_product_attention(q, k, v, chunks=3, method="ring")
         return out.to_local().float().square().sum()
 
-    for function, given in ((loss, local), (loss_of_dtensors, placed)):
+    for function, given in ((loss, local), (loss_in_group, local), (loss_of_dtensors, placed)):
         compiled = torch.compile(function, backend="aot_eager", fullgraph=True)(*given)
         grads = torch.autograd.grad(compiled, given)
         eager = function(*given)

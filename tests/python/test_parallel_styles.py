@@ -325,6 +325,13 @@ def _bytes_of_three_layers(shares_gather: bool, plain: bool) -> tuple[int, int]:
         with sw.debug.wire_meter() as backward:
             loss.backward()
         assert torch.equal(leaf.grad.full_tensor(), expected.grad)
+    x = leaf.detach().to_local() if plain else leaf.detach()
+    for factor in (1, 1, 0):  # each pass gathers the input as it is then, also after writes that no version shows
+        (x if plain else x.to_local()).data.mul_(factor)
+        results = [layer(x) for layer in sharded]
+        for result, layer in zip(results, layers, strict=True):
+            assert torch.equal(result.full_tensor(), layer(full * factor))
+            result.redistribute(mesh, [Replicate()]).square().sum().backward()
     return forward.received_bytes, backward.received_bytes
 
 

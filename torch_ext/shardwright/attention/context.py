@@ -131,7 +131,8 @@ class AttentionMode(TorchFunctionMode):
         arguments = dict(self._arguments)
         if isinstance(query, DTensor):
             del arguments["size"]
-            _check_sequence_is_sharded_over(query, arguments.pop("group"))
+            with_heads = query.unsqueeze(1) if query.ndim == 3 else query
+            _check_sequence_is_sharded_over(with_heads, arguments.pop("group"))
         result: torch.Tensor = scaled_dot_product_attention(
             query,
             key,

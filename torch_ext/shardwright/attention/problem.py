@@ -113,7 +113,7 @@ def call_for(options: Options, tensors: Sequence[torch.Tensor], group: dist.Proc
         options = options._replace(
             kv_layout=options.kv_layout.text(options.size if options.kv_size is None else options.kv_size)
         )
-    error, call = _planned_call(tuple(options), tuple(meta_of(tensor) for tensor in tensors), group)
+    error, call = _planned_call(tuple(options), tuple(meta_of(tensor) for tensor in tensors), {"group": group})
     if error is not None:
         raise ValueError(error)
     return call
@@ -121,15 +121,15 @@ def call_for(options: Options, tensors: Sequence[torch.Tensor], group: dist.Proc
 
 @torch._dynamo.assume_constant_result
 def _planned_call(
-    options: tuple[Any, ...], metas: tuple[tuple[Any, ...], ...], group: dist.ProcessGroup | None
+    options: tuple[Any, ...], metas: tuple[tuple[Any, ...], ...], more: dict[str, Any]
 ) -> tuple[str | None, Any]:
     """Returns an error message or None, and the operator's arguments. Dynamo stores the result as a constant.
 
-    `metas` describe the tensors (`meta_of`).
+    `metas` describe the tensors (`meta_of`). `more` has the group: Dynamo passes a fake in place of a bare one.
     """
     guards.mark_graph()
     try:
-        return None, on_fakes(metas, lambda *fakes: plan(Options(*options), fakes, group)).call
+        return None, on_fakes(metas, lambda *fakes: plan(Options(*options), fakes, more["group"])).call
     except ValueError as error:
         return str(error), ()
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from torch import nn
 from torch._prims_common import make_contiguous_strides_for
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard, distribute_module
+from torch.overrides import _get_current_function_mode_stack
 
 from ..attention.context import AttentionMode
 from ..matmul import tensors
@@ -59,7 +61,8 @@ class ContextParallel(torch_parallel.ParallelStyle):
     """Replaces ``scaled_dot_product_attention`` within a module by shardwright's, over a mesh of one dim.
 
     Input and output of the module are shards of the sequence. All other operations in it must treat the positions of
-    the sequence independently.
+    the sequence independently. A checkpoint within the module must call modules. If it calls a function that computes
+    attention, forward and backward must run in `shardwright.attention.context_parallel`.
 
     Args:
         size: the length of the full sequence; not needed if queries are DTensors.
@@ -73,15 +76,24 @@ class ContextParallel(torch_parallel.ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if device_mesh.ndim != 1:
             raise ValueError(f"device_mesh must have one dim, such as mesh['cp'], got {device_mesh.ndim} dims")
-        before = module.forward
-        arguments = self._arguments
-
-        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            with AttentionMode(group=device_mesh.get_group(), **arguments):
-                return before(*args, **kwargs)
-
-        module.forward = types.MethodType(forward, module)
+        mode = partial(AttentionMode, group=device_mesh.get_group(), **self._arguments)
+        for inner in module.modules():  # each, because a checkpoint calls the modules in it again in the backward
+            if inner is module or type(inner).__module__.partition(".")[0] != "torch" or any(inner.children()):
+                _call_within(mode, inner)
         return module
+
+
+def _call_within(mode: Callable[[], AttentionMode], module: nn.Module) -> None:
+    """Makes the forward of a module, and of its deep copies, run within a mode unless one is active."""
+    before = module.forward
+    method = before.__func__ if getattr(before, "__self__", None) is module else None
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        is_active = any(isinstance(active, AttentionMode) for active in _get_current_function_mode_stack())
+        with contextlib.nullcontext() if is_active else mode():
+            return before(*args, **kwargs) if method is None else method(self, *args, **kwargs)
+
+    module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
 
 
 class RowwiseParallel(torch_parallel.RowwiseParallel):
@@ -175,8 +187,8 @@ class _Gathered(NamedTuple):
     """A gathered tensor, stored as an attribute of the tensor that was gathered."""
 
     whole: DTensor
-    version: int  # the tensor's version when it was gathered
-    has_grad: bool
+    users: set[nn.Module]  # the layers that have used it; a layer that comes again begins another pass
+    key: tuple[Any, ...]
 
 
 def _forward_sharing(module: nn.Linear, x: DTensor) -> DTensor:
@@ -184,18 +196,23 @@ def _forward_sharing(module: nn.Linear, x: DTensor) -> DTensor:
     # Each layer makes its own annotated DTensor, so the gathered tensor is stored on the module's original input.
     given = getattr(x, "_shardwright_given", x)
     # Tensors in graphs cannot hold attributes. Inference tensors have no version that shows writes.
-    if torch.compiler.is_compiling() or given.is_inference():
+    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or given.is_inference():
         return _forward(module, x)
     held: _Gathered | None = getattr(given, "_shardwright_gathered", None)
-    now = (given._version, torch.is_grad_enabled() and x.requires_grad)
-    if held is not None and held[1:] == now and held.whole.device_mesh == x.device_mesh:
+    has_grad = torch.is_grad_enabled() and x.requires_grad
+    kind = x.device.type
+    cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    key = (given._version, has_grad, cast, x.device_mesh, x.placements)
+    if held is not None and held.key == key and module not in held.users:
+        held.users.add(module)
         return linear(held.whole, module.weight, module.bias, **module._shardwright_options)  # type: ignore[arg-type]
     # The gradient of the gathered tensor, if there is one, is scattered together with the gradient of this layer.
     options = {**module._shardwright_options, "save": "gathered", "with_gathered": True}  # type: ignore[dict-item]
     y, *gathered = tensors.multiply("linear", x, [module.weight], [module.bias], [None, None], **options)
     # Not for leaves that require gradients: leaf and graph would refer to each other, and never be freed.
     if gathered and not (given.is_leaf and given.requires_grad):
-        given._shardwright_gathered = _Gathered(gathered[0], *now)
+        # Without a gradient, the graph of the first layer, which has that of its weight, must not be kept.
+        given._shardwright_gathered = _Gathered(gathered[0] if has_grad else gathered[0].detach(), {module}, key)
     return y
 
 
