@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 import meshes
 import routing
@@ -189,6 +190,31 @@ def test_combine_without_scores(pool: Pool) -> None:
 
 
 # ------------------------------------------------------------------------------------------------- bytes with scales
+
+
+def _in_a_checkpoint() -> None:
+    """Only rank 0 has experts, and only they are trained. All ranks recompute at the same point of the backward."""
+    weights = _mine(torch.eye(4).repeat(2, 1, 1)).requires_grad_()
+    x, ids = _mine(torch.arange(12.0).view(3, 4)), _mine(torch.tensor([[0], [1], [0]]))
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        rows, counts, handle = dispatch(x, ids, None, [[0, 1], []])
+        parts = zip(handle.experts, rows.split(counts.tolist()), strict=True)
+        return combine(torch.cat([part @ weights[e] for e, part in parts]) if handle.experts else rows, handle)
+
+    gradients = []
+    for function in (layer, lambda x: checkpoint(layer, x, use_reentrant=False)):
+        weights.grad = None
+        function(x).square().sum().backward()
+        gradients.append(weights.grad)
+    if dist.get_rank() == 0:
+        assert torch.equal(*gradients) and gradients[0].any()
+    else:
+        assert gradients == [None, None]
+
+
+def test_ranks_without_experts_recompute_checkpoints(pool: Pool) -> None:
+    pool.run(_in_a_checkpoint, 2)
 
 
 def _lazy_bits() -> None:

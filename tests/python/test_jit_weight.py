@@ -117,6 +117,11 @@ def _gathers() -> None:
         assert weight.materialize() is weight._held
         weight.release()
         assert weight._held is None
+    with weight as full:
+        y = F.linear(x, full)
+    (first_order,) = torch.autograd.grad(y.square().sum(), [weight.parameter], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first_order.sum().backward()
     # The weight is written between a forward and its backward, and after it was prefetched.
     with weight as full:
         y = F.linear(x, full)

@@ -66,14 +66,16 @@ class Collect(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, exchange: Any, step: str, sums: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        ctx.exchange, ctx.step, ctx.anchor = exchange, step, anchor
+        ctx.exchange, ctx.step = exchange, step
+        ctx.save_for_backward(anchor)  # so that a checkpoint is recomputed on all ranks, also those without rows
         return exchange.send_back(step, [sums])[0]  # type: ignore[no-any-return]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (anchor,) = ctx.saved_tensors
         rows = ctx.exchange.send(f"backward of {ctx.step}", [gradient])[0]
-        return None, None, rows, torch.zeros_like(ctx.anchor)
+        return None, None, rows, torch.zeros_like(anchor)
 
 
 class Expand(torch.autograd.Function):

@@ -239,5 +239,6 @@ class _Use(torch.autograd.Function):
         return full.view_as(full)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return ctx.block.end_backward(gradients[0]), None, None
