@@ -109,7 +109,7 @@ MAX_CODE_LINES = {
     "debug": 213,
     "dtensor": 898,
     "experts": 603,
-    "fsdp": 5720,
+    "fsdp": 5734,
     "graph": 299,
     "integrations": 191,
     "integrations/torchtitan": 298,
@@ -126,7 +126,7 @@ MAX_CODE_LINES = {
     "runtime": 2264,
     "spmd": 100,
     "transfers": 1249,
-    "versions": 576,
+    "versions": 577,
     "views": 1079,
 }
 

@@ -109,6 +109,16 @@ def _gathers() -> None:
             assert meter.received_bytes == 128
             y.sum().backward()
             assert meter.received_bytes == 256 + reduction
+        # Of nested blocks, each weight is released and gathered again, though only the inner block's hooks run.
+        other = sw.fsdp.jit_weight(torch.ones(4, 8, device=meshes.device), shards, use, grad=grad)
+        with weight as full, other as second:
+            y = F.linear(F.linear(x, full), second)
+        gathered = weakref.ref(full), weakref.ref(second)
+        del full, second
+        assert gathered[0]() is None and gathered[1]() is None, "the graph does not hold them"
+        with sw.debug.wire_meter() as meter:
+            y.sum().backward()
+        assert meter.received_bytes == 2 * (128 + reduction)
         with sw.debug.wire_meter() as meter:
             weight.prefetch()
             with weight as full:

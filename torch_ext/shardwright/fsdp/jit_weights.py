@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any, NamedTuple
 
 import torch
@@ -167,11 +168,21 @@ class JitWeight:
 
 
 class _View(NamedTuple):
-    """The object that autograd saves in place of a view of a weight."""
+    """The object that autograd saves in place of a view of the weight of a block."""
 
+    block: _Block
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
+
+
+class _Innermost(threading.local):
+    """The innermost open block of a thread."""
+
+    block: _Block | None = None
+
+
+_innermost = _Innermost()
 
 
 class _Block:
@@ -182,6 +193,7 @@ class _Block:
         self._full: torch.Tensor | None = full  # the gathered weight: in the block, and in the backward
         self._version = weight.parameter._version  # to detect writes before the backward
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        self._outer: _Block | None = None  # the block around this one, while both are open
         self._is_differentiated = torch.is_grad_enabled() and weight.parameter.requires_grad
 
     def enter(self) -> torch.Tensor:
@@ -191,12 +203,14 @@ class _Block:
         if self._is_differentiated:
             full = _Use.apply(self._weight.parameter, self, full)  # type: ignore[no-untyped-call]
         self._hooks.__enter__()
+        self._outer, _innermost.block = _innermost.block, self
         return full
 
     def exit(self) -> None:
         """Ends the `with` block. A backward gathers the weight again."""
         self._hooks.__exit__()
         self._full = None
+        _innermost.block, self._outer = self._outer, None
 
     def end_backward(self, gradient: torch.Tensor) -> torch.Tensor:
         """Returns the reduced gradient of the weight, from the complete gradient of the result of `enter`."""
@@ -204,21 +218,31 @@ class _Block:
         return self._weight._reduce(gradient)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        """Hook: saves views of the weight without their memory."""
+        """Hook: saves views of the weights of this and outer blocks without their memory."""
+        block: _Block | None = self
+        while block is not None:  # autograd calls the hooks of the innermost block only
+            if block._holds(tensor):
+                return _View(block, tensor.size(), tensor.stride(), tensor.storage_offset())
+            block = block._outer
+        return reads.pack(tensor)
+
+    def _holds(self, tensor: torch.Tensor) -> bool:
+        """Returns True if a tensor is a view of the gathered weight."""
         full = self._full
-        is_view = (
+        return (
             full is not None
             and type(tensor) in (torch.Tensor, nn.Parameter)
             and tensor.dtype == full.dtype
             and tensor.layout is torch.strided
             and tensor.untyped_storage()._cdata == full.untyped_storage()._cdata
         )
-        return _View(tensor.size(), tensor.stride(), tensor.storage_offset()) if is_view else reads.pack(tensor)
 
     def _unpack(self, saved: Any) -> torch.Tensor:
-        """Hook: returns a saved tensor. For a view of the weight, gathers the weight again unless it is held."""
-        if type(saved) is not _View:
-            return reads.unpack(saved)
+        """Hook: returns a saved tensor."""
+        return saved.block._gathered(saved) if type(saved) is _View else reads.unpack(saved)
+
+    def _gathered(self, saved: _View) -> torch.Tensor:
+        """Returns a saved view of the weight. Gathers the weight again unless it is held."""
         if self._weight.parameter._version != self._version:
             raise RuntimeError(
                 "the weight was written between a forward and its backward, which needs the old values. Write it after "

@@ -205,6 +205,8 @@ class Rounds:
             work, begin, end, _, received, destination = self._in_flight
             work.wait()
             for message, part in zip(_in_order(self._incoming), received):
+                if part.device.type != "cpu":  # it may have been allocated on another stream, that of `start`
+                    part.record_stream(torch.accelerator.current_stream(part.device))
                 message.unpack(begin, end, part, destination)
             self._in_flight = None
 
