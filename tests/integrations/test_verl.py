@@ -66,8 +66,9 @@ def test_server_answers_with_the_trained_weights(tmp_path: pathlib.Path) -> None
     assert told["synced"] == told["loaded"]
     assert told["again"] == told["before"]
     sent, full = ([x[f"checkpoint_engine/rank0_{kind}_mbytes"] for x in told["sent"]] for kind in ("sent", "full"))
-    assert sent[:2] == full[:2]  # the first update, and the one after vLLM's sleep
-    assert 0 < sent[2] < 0.5 * full[2]  # only what changed
+    assert sent[0] == full[0]
+    # Then only what changed, also after vLLM's sleep: as on CPU all layers convert weights, the second set is kept.
+    assert len(sent) == 3 and all(0 < some < 0.5 * every for some, every in zip(sent[1:], full[1:], strict=True))
 
 
 @pytest.fixture
