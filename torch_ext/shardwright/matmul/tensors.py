@@ -97,7 +97,19 @@ def multiply(
     for j, is_transposed in enumerate(transposed, 1):
         if is_transposed:
             tensors[j] = tensors[j].t()
+    if torch.is_inference_mode_enabled():  # autograd functions cannot return DTensors in it with torch 2.11
+        return _with_specs(product, specs, product.forward(_locals(tensors), _locals(scales)), False)
     return list(_Multiply.apply(product, specs, _locals(scales), *tensors))  # type: ignore[no-untyped-call]
+
+
+def _with_specs(
+    product: Product, specs: tuple[DTensorSpec, ...], outputs: Sequence[torch.Tensor], requires_grad: bool
+) -> list[torch.Tensor]:
+    """Returns the results among the outputs of a product: as DTensors, if there are specs."""
+    if not specs:
+        return list(outputs[: product.num_weights])
+    pairs = zip(outputs[: len(specs)], specs, strict=True)
+    return [_new_dtensor(y, spec, requires_grad=requires_grad) for y, spec in pairs]
 
 
 def find_planned(key: ProductKey, num_weights: int, tensors: Sequence[Any], scales: Sequence[Any]) -> Planned:
@@ -167,11 +179,8 @@ class _Multiply(torch.autograd.Function):
         x = outputs[-1] if product.keeps_gathered else locals_[0]
         ctx.save_for_backward(x, *locals_[1 : product.num_weights + 1])
         ctx.set_materialize_grads(False)
-        if not specs:
-            return tuple(outputs[: product.num_weights])
         requires_grad = any(t is not None and t.requires_grad for t in tensors)
-        pairs = zip(outputs[: len(specs)], specs, strict=True)
-        return tuple(_new_dtensor(y, spec, requires_grad=requires_grad) for y, spec in pairs)
+        return tuple(_with_specs(product, specs, outputs, requires_grad))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
