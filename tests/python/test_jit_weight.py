@@ -109,7 +109,7 @@ def _gathers() -> None:
             assert meter.received_bytes == 128
             y.sum().backward()
             assert meter.received_bytes == 256 + reduction
-        # Of nested blocks, each weight is released and gathered again, though only the inner block's hooks run.
+        # Each weight of nested blocks is released and gathered again, though only the inner block's hooks run.
         other = sw.fsdp.jit_weight(torch.ones(4, 8, device=meshes.device), shards, use, grad=grad)
         with weight as full, other as second:
             y = F.linear(F.linear(x, full), second)
