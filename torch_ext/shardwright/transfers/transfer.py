@@ -76,8 +76,8 @@ def transfer(
             Senders compare their sources, in the dtype in which they are sent, with a state that they keep: for blocks
             of at most 8 bytes a copy; for larger blocks 8 bytes for each, a random hash that two different blocks share
             with a probability of 2**-64. `start` needs temporaries as large as the largest part of a source, and 8
-            bytes for each changed block. Receivers keep 8 bytes for each destination: a checksum of what they have
-            received. Everything is sent if a destination has other values than these. It excludes layouts with pending
+            bytes for each changed block. Receivers keep 8 bytes: a checksum of what they have received. Everything is
+            sent if a destination has other values than these. It excludes layouts with pending
             reductions or flattened dims, and staging.
         unused: patterns of names, after the map, that the destination may lack; and of values in `state_dict` that are
             no tensors.

@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 from ..layouts.errors import argument_error
 from .messages import (
-    MAX_INDEX_BYTES,
     WORD_BYTES,
     Key,
     Message,
@@ -146,16 +145,16 @@ class Changes:
             local = destinations[piece.destination]
             piece.put.write(bits_of(local), bits_of(elements_of(piece.taken, source(piece.source), local.dtype)))
         num_peers = [0] * self._num_ranks  # messages that each rank sends and receives
-        most = 0
+        most = widest = 0  # changed blocks of a message, and bytes of a distance
         for sender, note in enumerate(notes):
             num_peers[sender] += len(note.changed)
             for receiver, count, index_bytes in note.changed:
                 num_peers[receiver] += 1
-                most = max(most, count)
+                most, widest = max(most, count), max(widest, index_bytes)
                 if receiver == self._ends.rank:
                     message = self._incoming[sender]
                     message.num_changed, message.index_bytes = count, index_bytes
-        per_message = max(1, round_bytes // max(1, *num_peers) // (self._block_bytes + MAX_INDEX_BYTES))
+        per_message = max(1, round_bytes // max(1, *num_peers) // (self._block_bytes + widest))
         rounds = Rounds(self._outgoing, self._incoming, len(destinations), group, wire)
         rounds.run(-(-most // per_message), per_message, source, destinations.__getitem__)
         for message in self._outgoing.values():
@@ -208,18 +207,22 @@ def _mixed(words: torch.Tensor) -> torch.Tensor:
 
 
 def _checksums(tensors: Sequence[torch.Tensor]) -> dict[torch.device, torch.Tensor]:
-    """Returns a 64-bit checksum of each tensor with elements, by device. Versions of tensors do not show all writes."""
-    found: dict[torch.device, list[torch.Tensor]] = {}
+    """Returns a 64-bit checksum of the tensors on each device. Versions of tensors do not show all writes."""
+    sums: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():
             size = next((size for size in CHECKSUM_BYTES if tensor.nbytes % size == 0), WORD_BYTES)
-            sums = words_of(bits_of(tensor).reshape(-1), size).sum(1)
-            found.setdefault(tensor.device, []).append(_mixed(sums + torch.arange(len(sums), device=sums.device)).sum())
-    return {device: torch.stack(each) for device, each in found.items()}
+            sums.setdefault(tensor.device, []).append(words_of(bits_of(tensor).reshape(-1), size).sum(1))
+    # Many tensors are small, so their sums are mixed together.
+    mixed = {}
+    for device, parts in sums.items():
+        joined = torch.cat(parts)
+        mixed[device] = _mixed(joined + torch.arange(len(joined), device=device)).sum()
+    return mixed
 
 
 def _are_equal(a: dict[torch.device, torch.Tensor], b: dict[torch.device, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(sums, b[device]) for device, sums in a.items())
+    return a.keys() == b.keys() and all(torch.equal(checksum, b[device]) for device, checksum in a.items())
 
 
 def check_changes(ends: Ends, block_bytes: int, staging: str | None) -> None:
