@@ -206,16 +206,15 @@ class TrainerEngine(TrainerWeightTransferEngine[TrainerInfo]):
 
     def _start_weight_update(self) -> None:
         """Lets the sender start the update. The other ranks wait for it, so that they do not wait for the workers."""
-        failure: list[Exception | None] = [None]
+        failure, said = None, [""]
         if self.is_sender:
             try:
                 self.client.start_weight_update()
             except Exception as error:
-                failure = [error]
-        said = [None if failure[0] is None else f"{type(failure[0]).__name__}: {failure[0]}"]
+                failure, said = error, [f"{type(error).__name__}: {error}"]
         dist.broadcast_object_list(said, src=0)
-        if said[0] is not None:
-            raise RuntimeError(f"vLLM did not start a weight update: {said[0]}") from failure[0]
+        if said[0]:
+            raise RuntimeError(f"vLLM did not start a weight update: {said[0]}") from failure
 
     def _plan(self, store: dist.Store, init_info: ServerInitInfo) -> None:
         self._store = store  # lives as long as the engine
