@@ -30,7 +30,7 @@ using test::ranks_from;
 using test::with_nodes;
 
 // The example in the header.
-TEST(InSegments, AreRangesOfCells) {
+TEST(InSegments, AreRangesOfBlocks) {
   const Layout src = test::layout_of(test::mesh_of({4}), {16}, "S(0)");
   const Layout dst = test::layout_of(test::mesh_of({2}, {4, 5}), {16}, "S(0)");
   Plan plan = plan_through({src, dst}, {});
@@ -43,14 +43,14 @@ TEST(InSegments, AreRangesOfCells) {
   EXPECT_EQ(plans_of_segments(plan).front().src.shape(), std::vector<int64_t>{8});
   EXPECT_EQ(plans_of_segments(plan).front().dst.region(1), (Region{{{4, 8}}}));
   simulate(plan);
-  // Uneven parts, of 6, 6 and 4 rows, are made of cells of 2.
+  // Uneven parts, of 6, 6 and 4 rows, are made of blocks of 2.
   const Layout three = test::layout_of(test::mesh_of({3}, {4, 5, 6}), {16}, "S(0)");
   Plan uneven = plan_through({src, three}, {});
   EXPECT_EQ(block_length(uneven, 0), 2);
   uneven.segments = {0, 2};
   simulate(uneven);
   EXPECT_EQ(to_bytes(from_bytes(to_bytes(uneven))), to_bytes(uneven));
-  // Uneven parts that are cut again have no cells.
+  // Uneven parts that are cut again have no blocks.
   const Layout again = test::layout_of(test::mesh_of({3, 2}, ranks_from(4, 6)), {16}, "S(0),S(0)");
   EXPECT_EQ(block_length(plan_through({src, again}, {}), 0), 0);
 }
@@ -121,7 +121,7 @@ TEST(InSegments, HaveEqualSharesOfEveryRun) {
   }
 }
 
-// Rules that make equal parts have cells too, whatever sizes they name.
+// Rules that make equal parts have blocks too, whatever sizes they name.
 TEST(InSegments, SupportRulesThatMakeEqualParts) {
   for (const char* placements :
        {"Cyclic(0,2)", "Cyclic(0,4)", "Blocks(0,4)", "Ragged(0,4:4:4:4)", "Ragged(0,2:8:0:6)", "Packed(0,8:8)"}) {
