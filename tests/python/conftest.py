@@ -4,11 +4,13 @@
 workers share one GPU, over NCCL.
 `pytest --one-in 3` runs every test function with one third of its parameter sets; `--turn` (0, 1 or 2) selects the
 third. On devices other than the CPU, tests marked on_device run with all their parameter sets.
+`pytest --full-for 600` skips, after 600 seconds, each test whose function has run with other parameters.
 """
 
 from __future__ import annotations
 
 import random
+import time
 from collections import Counter
 from collections.abc import Iterator
 
@@ -18,6 +20,8 @@ import async_tests  # noqa: F401  (so that async_device is found)
 from pool import Pool
 
 _SEED = pytest.StashKey[int]()
+_START = pytest.StashKey[float]()
+_STARTED_FUNCTIONS = pytest.StashKey[set[str]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -26,11 +30,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, help="of delays on asyncdev (default: a random one, which is printed)")
     parser.addoption("--one-in", type=int, default=1, help="of each test function, one in so many sets of parameters")
     parser.addoption("--turn", type=int, default=0, help="which of them: the remainder of this number by --one-in")
+    parser.addoption("--full-for", type=float, help="seconds after which a test function runs at most once")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     seed = config.getoption("--seed")
     config.stash[_SEED] = random.randrange(1 << 30) if seed is None else seed
+    config.stash[_START], config.stash[_STARTED_FUNCTIONS] = time.monotonic(), set()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -45,16 +51,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=f"on CPU only: {mark.args[0]}"))
 
 
+def _function(item: pytest.Item) -> str:
+    return item.nodeid.partition("[")[0]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    limit, started = item.config.getoption("--full-for"), item.config.stash[_STARTED_FUNCTIONS]
+    is_late = limit is not None and time.monotonic() - item.config.stash[_START] > limit
+    if is_late and _function(item) in started:
+        pytest.skip(f"after --full-for {limit:.0f} seconds; other parameters ran")
+    started.add(_function(item))
+
+
 def _take_one_in(number: int, turn: int, config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keeps one of every `number` parameter sets of a test function, and at least one."""
     if number < 1:
         raise pytest.UsageError(f"--one-in must be 1 or more, got {number}")
-    total = Counter(item.nodeid.partition("[")[0] for item in items)
+    total = Counter(_function(item) for item in items)
     is_on_device = config.getoption("--device") != "cpu"
     seen: Counter[str] = Counter()
     kept, others = [], []
     for item in items:
-        function = item.nodeid.partition("[")[0]
+        function = _function(item)
         is_taken = seen[function] % number == turn % number % total[function]
         seen[function] += 1
         is_taken = is_taken or (is_on_device and item.get_closest_marker("on_device") is not None)

@@ -65,7 +65,7 @@ class Attention(nn.Module):
             for projection in (self.query, self.key, self.value)
         )
         scores = query @ key.transpose(-1, -2) / math.sqrt(WIDTH // HEADS)
-        causal = torch.ones(length, length, dtype=torch.bool).triu(1)
+        causal = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
         mixed = scores.masked_fill(causal, -torch.inf).softmax(-1) @ value
         return self.out(mixed.permute(2, 0, 1, 3).reshape(length, BATCH, -1))
 
