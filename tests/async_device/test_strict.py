@@ -152,7 +152,7 @@ def name_used_twice(rank: int, size: int, path: str) -> str:
     native = async_device.load()
 
     def group() -> None:
-        strict_group = native.StrictGroup(store, rank, size, "twice", [], timedelta(seconds=5), native.Rules())
+        strict_group = native.StrictGroup(store, rank, size, "twice", [], timedelta(seconds=60), native.Rules())
         strict_group.connect()
         strict_group.shutdown()
 

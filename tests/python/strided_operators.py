@@ -17,7 +17,7 @@ import tempfile
 import textwrap
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -257,20 +257,17 @@ def _are_right(said: list[str]) -> bool:
     return len(said) > 1 and set(said) == {"right"}
 
 
-def save(path: str, names: list[str], operators: frozenset[str] | None = None, most_calls: int | None = None) -> None:
-    """Saves the recorded calls of PyTorch's samples for `verdicts`: of all ATen operators or of some, and all calls of
-    an operator or an evenly spaced choice of at most `most_calls`."""
-    known = {
-        func: _spaced([call for call in calls if _can_be_saved(call)], most_calls)
-        for func, calls in recorded(names).items()
-        if operators is None or func.name().removeprefix("aten::") in operators
-    }
-    torch.save({f"{func._schema.name[6:]}.{func._overloadname}": calls for func, calls in known.items()}, path)
-
-
-def _spaced(calls: list[Call], most_calls: int | None) -> list[Call]:
-    step = 1 if most_calls is None else -(-len(calls) // most_calls)
-    return calls[:: max(step, 1)]
+def save(path: str, names: list[str], most_calls: Mapping[str, int] | None = None) -> None:
+    """Saves the recorded calls of PyTorch's samples for `verdicts`: of all ATen operators, or of those in `most_calls`,
+    and of these an evenly spaced choice of at most so many calls."""
+    known = {}
+    for func, calls in recorded(names).items():
+        name = func.name().removeprefix("aten::")
+        if most_calls is None or name in most_calls:
+            calls = [call for call in calls if _can_be_saved(call)]
+            step = 1 if most_calls is None else max(-(-len(calls) // most_calls[name]), 1)
+            known[f"{func._schema.name[6:]}.{func._overloadname}"] = calls[::step]
+    torch.save(known, path)
 
 
 def of_all_ranks(local_verdicts: dict[str, dict[str, list[str]]]) -> dict[str, dict[str, list[str]]]:
