@@ -124,10 +124,15 @@ class Flow:
             executable = executables.bind(node.plan, device_mesh=ranks.device_mesh, group=ranks.group)
             return lambda inputs: [executables.run(executable, inputs[0], async_op=False)]
         if node.kind == "sum":
-            return lambda inputs: [inputs[0].sum_to_size(inputs[0].shape[-1:])]
+            return lambda inputs: [_sum_of_rows(inputs[0])]
         if node.kind == "add" or node.adds_bias(self._plan, ranks.rank):
             return lambda inputs: [inputs[0] + inputs[1]]
         return lambda inputs: inputs[:1]  # another rank adds the bias to pending sums
+
+
+def _sum_of_rows(x: torch.Tensor) -> torch.Tensor:
+    """Returns the sum over all dims but the last, in new memory."""
+    return x.clone() if x.ndim == 1 else x.sum_to_size(x.shape[-1:])
 
 
 def bind(program: str, model: GemmModel, ranks: ProductRanks) -> Call:

@@ -92,8 +92,7 @@ def multiply(
     tensors = [x, *weights, *biases] if is_scaled else autocast([x, *weights, *biases])
     product, transposed, specs = find_planned(product_key(function, x, **options), len(weights), tensors, scales)
     if product is None:
-        empty = tensors[0]._local_tensor.new_empty(0, dtype=specs[0].tensor_meta.dtype)  # type: ignore[union-attr]
-        return [_new_dtensor(empty, spec, requires_grad=x.requires_grad) for spec in specs]
+        return list(_MultiplyOutside.apply(specs, *tensors))  # type: ignore[no-untyped-call]
     for j, is_transposed in enumerate(transposed, 1):
         if is_transposed:
             tensors[j] = tensors[j].t()
@@ -176,11 +175,14 @@ class _Multiply(torch.autograd.Function):
         locals_ = _locals(tensors)
         outputs = product.forward(locals_, scales)
         ctx.product_and_specs = product, [None if t is None else getattr(t, "_spec", None) for t in tensors]
-        x = outputs[-1] if product.keeps_gathered else locals_[0]
-        ctx.save_for_backward(x, *locals_[1 : product.num_weights + 1])
-        ctx.set_materialize_grads(False)
         requires_grad = any(t is not None and t.requires_grad for t in tensors)
-        return tuple(_with_specs(product, specs, outputs, requires_grad))
+        results = _with_specs(product, specs, outputs, requires_grad)
+        # DTensors, not their local tensors: writes to a DTensor do not change the version of its local tensor.
+        gathered = results[-1] if len(results) > product.num_weights else outputs[-1]
+        x = gathered if product.keeps_gathered else tensors[0]
+        ctx.save_for_backward(x, *tensors[1 : product.num_weights + 1])
+        ctx.set_materialize_grads(False)
+        return tuple(results)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -188,12 +190,40 @@ class _Multiply(torch.autograd.Function):
         product, specs = ctx.product_and_specs
         layouts = [layout_of(dy._spec) if isinstance(dy, DTensor) else None for dy in gradients]
         dys = [None if dy is None else _local(dy).contiguous() for dy in gradients]
-        found = product.backward(*ctx.saved_tensors, dys=dys, layouts=layouts, needs=ctx.needs_input_grad[3:])
+        saved = _locals(ctx.saved_tensors)
+        found = product.backward(*saved, dys=dys, layouts=layouts, needs=ctx.needs_input_grad[3:])
+        # A weight has no gradient if its result has none; the ranks compute it all the same, to stay together.
+        unused = [dy is None for dy in dys[: product.num_weights]]
+        found = [None if j > 0 and unused[(j - 1) % len(unused)] else dx for j, dx in enumerate(found)]
         if specs[0] is not None:
             specs_of_gradients = [_gradient_spec(specs[0], product.operand_gradient), *map(_gradient_spec, specs[1:])]
             pairs = zip(found, specs_of_gradients, strict=True)
             found = [dx if dx is None else _new_dtensor(dx, spec, requires_grad=False) for dx, spec in pairs]
         return None, None, None, *found
+
+
+class _MultiplyOutside(torch.autograd.Function):
+    """Products on a rank outside the mesh: its parts of results and gradients have no elements."""
+
+    @staticmethod
+    def forward(ctx: Any, specs: tuple[DTensorSpec, ...], *tensors: Any) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        ctx.device = tensors[0].device
+        ctx.specs = [None if t is None else t._spec for t in tensors]
+        requires_grad = any(t is not None and t.requires_grad for t in tensors)
+        return tuple(_empty_dtensor(spec, ctx.device, requires_grad) for spec in specs)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        specs = [_gradient_spec(spec) if needs else None for spec, needs in zip(ctx.specs, ctx.needs_input_grad[1:])]
+        return None, *(None if spec is None else _empty_dtensor(spec, ctx.device, False) for spec in specs)
+
+
+def _empty_dtensor(spec: DTensorSpec, device: torch.device, requires_grad: bool) -> torch.Tensor:
+    """Returns a DTensor without elements on this rank."""
+    assert spec.tensor_meta is not None
+    empty = torch.empty(0, dtype=spec.tensor_meta.dtype, device=device)
+    return _new_dtensor(empty, spec, requires_grad=requires_grad)
 
 
 def _locals(tensors: Sequence[Any]) -> list[torch.Tensor]:
