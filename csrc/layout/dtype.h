@@ -53,6 +53,7 @@ class DType {
   const std::string& name() const;  // PyTorch's name without "torch."
   int64_t size_bytes() const;
   DTypeKind kind() const;
+  bool has_fractions() const { return kind() == DTypeKind::kFloat || kind() == DTypeKind::kComplex; }
 
   constexpr bool operator==(const DType&) const = default;
 

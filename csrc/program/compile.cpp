@@ -29,8 +29,7 @@ void compile_partition(ProgramBuilder& builder, const Step& step, BufferId curre
   std::vector<double> divisors = partition_divisors(step);
   std::vector<Box> boxes = Selection(builder.region_in(step.before), builder.region_in(step.after))
                                .boxes(CopySide::local(), CopySide::local());
-  const DTypeKind kind = builder.program().dtype.kind();
-  const bool has_fractions = kind == DTypeKind::kFloat || kind == DTypeKind::kComplex;
+  const bool has_fractions = builder.program().dtype.has_fractions();
   Copy copy{current, next, std::move(boxes)};
   if (has_fractions && !divisors.empty()) {
     copy.divisor = divisors.front();

@@ -53,8 +53,7 @@ void take_root(ProgramBuilder& builder, BufferRange result, double power) {
 
 void reduce_parts(ProgramBuilder& builder, const ReductionSpec& reduction, std::vector<BufferRange> parts,
                   BufferRange result) {
-  const DTypeKind kind = builder.program().dtype.kind();
-  const bool has_fractions = kind == DTypeKind::kFloat || kind == DTypeKind::kComplex;
+  const bool has_fractions = builder.program().dtype.has_fractions();
   builder.emit(Reduce{reduction.op, std::move(parts), result, has_fractions ? reduction.divisor : 1});
   if (!has_fractions) builder.divide(result, reduction.divisor);
   take_root(builder, result, reduction.power);

@@ -126,7 +126,10 @@ CompiledProgram::CompiledProgram(Program program, const std::vector<const Plan*>
   set_predecessors();
   for (const Plan* plan : plans) {
     received_bytes_ += traffic_at(*plan, rank_).received_bytes;
-    for (const Step& step : plan->steps) is_collective_ = is_collective_ || shardwright::communicates(step);
+    for (const Step& step : plan->steps) {
+      is_collective_ = is_collective_ || shardwright::communicates(step);
+      divides_integers_ = divides_integers_ || (step.op == StepOp::kPartition && !program_.dtype.has_fractions());
+    }
   }
   if (plans.size() == 1) offset_of_input_ = find_offset_of_input(*plans.front(), rank_);
   set_dtypes();

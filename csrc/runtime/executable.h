@@ -82,6 +82,9 @@ class CompiledProgram {
   bool is_collective() const { return is_collective_; }
   // Bytes that this rank receives from other ranks in a run.
   int64_t received_bytes() const { return received_bytes_; }
+  // True if the program divides integers, on any rank. As with PyTorch's division, its output is then a new
+  // floating-point tensor, which exists only at the end of a run.
+  bool divides_integers() const { return divides_integers_; }
   // True if the tensor is sent as bytes, because process groups do not support its dtype.
   bool is_sent_as_bytes() const { return is_sent_as_bytes_; }
 
@@ -163,6 +166,7 @@ class CompiledProgram {
   int end_of_collectives_ = 0;
   bool reads_input_after_start_ = false;
   bool is_collective_ = false;
+  bool divides_integers_ = false;
   bool is_sent_as_bytes_ = false;
 };
 

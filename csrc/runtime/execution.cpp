@@ -364,8 +364,7 @@ bool Execution::is_input_in_place(BufferId dst) const {
 // Divides a range in place. Of integers, it divides the whole first output instead, and replaces the output by a new
 // floating-point tensor.
 void Execution::divide(const Divide& divide) {
-  const DTypeKind kind = program_.dtype.kind();
-  if (kind == DTypeKind::kFloat || kind == DTypeKind::kComplex) {
+  if (program_.dtype.has_fractions()) {
     range(divide.dst).div_(divide.divisor);
   } else {
     // R -> P(sum) of integers: PyTorch's division makes them floating-point.

@@ -123,6 +123,55 @@ def test_memory_orders_and_dtypes(pool: Pool) -> None:
     pool.run(_memory_orders_and_dtypes, 4)
 
 
+def _integers_become_contributions(src: list[str], dst: list[str]) -> None:
+    """Contributions to a pending sum are floating-point, as with PyTorch, in each way to call."""
+    mesh, where = _mesh((2, 2)), (dist.get_rank() // 2, dist.get_rank() % 2)
+    tensor = torch.arange(16).view(4, 4)
+    layouts = [sw.Layout(mesh, (4, 4), placements, "int64") for placements in (src, dst)]
+    local = oracle.local(tensor, (2, 2), src, where)
+    count = 2 ** sum(p.startswith("P") for p in dst)
+    expected = oracle.local(tensor, (2, 2), ["R" if p.startswith("P") else p for p in dst], where) / count
+    for async_op in (False, True):
+        result = sw.redistribute_local(local, *layouts, async_op=async_op)
+        assert torch.equal(result + 0, expected) and (result + 0).dtype == torch.float32
+    out = torch.full(expected.shape, -7)
+    with pytest.raises(ValueError, match=r"out must be None if integers become .* floating-point, got Long"):
+        sw.redistribute_local(local, *layouts, out=out)
+    assert bool((out == -7).all())
+    if "R" in src and "S(0)" not in src:
+        operator = sw.graph.operator(*layouts)
+        assert torch.equal(torch.compile(lambda x: operator(x) * 1)(local), expected)
+
+
+@pytest.mark.cpu_only("arithmetic is the same everywhere")
+@pytest.mark.parametrize(
+    ("src", "dst"),
+    [
+        (["R", "S(0)"], ["P(sum)", "R"]),
+        (["R", "S(0)"], ["P(sum)", "S(1)"]),
+        (["R", "R"], ["P(sum)", "P(sum)"]),
+    ],
+    ids=str,
+)
+def test_integers_become_contributions_to_sums(pool: Pool, src: list[str], dst: list[str]) -> None:
+    pool.run(_integers_become_contributions, 4, src, dst)
+
+
+def _unreadable_out() -> None:
+    mesh = _mesh((2,))
+    layouts = [sw.Layout(mesh, (4, 4), [p], "complex64") for p in ("S(0)", "R")]
+    local = torch.full((2, 4), 1 + 1j, dtype=torch.complex64)
+    out = torch.zeros(4, 4, dtype=torch.complex64)
+    for view, kind in ((out.conj(), "conjugated"), (torch._neg_view(out), "negated")):
+        with pytest.raises(ValueError, match=rf"out must .*{kind}"):
+            sw.redistribute_local(local, *layouts, out=view)
+    assert not bool(out.any())
+
+
+def test_out_is_no_conjugated_or_negated_view(pool: Pool) -> None:
+    pool.run(_unreadable_out, 2)
+
+
 def _gradients() -> None:
     mesh = _mesh((4,))
     tensor = oracle.global_tensor((6, 9), torch.float32, 4, reducible=True)

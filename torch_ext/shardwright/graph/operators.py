@@ -140,6 +140,20 @@ def _ends(plan: str, rank: int) -> tuple[tuple[int, ...], tuple[int, ...], str]:
     return tuple(planned.src.local_shape(rank)), tuple(planned.dst.local_shape(rank)), planned.src.dtype
 
 
+@functools.lru_cache(maxsize=4096)
+def _divides_integers(plan: str) -> bool:
+    """Returns True if integers become pending values, whose contributions are floating-point, as with PyTorch."""
+    planned = plan_of(plan)
+    dtype = getattr(torch, planned.src.dtype)
+    return any(step.op == "partition" for step in planned.steps) and not (dtype.is_floating_point or dtype.is_complex)
+
+
+def _new_result(input: torch.Tensor, plan: str, rank: int, sizes: Sequence[Any] | None = None) -> torch.Tensor:
+    """Returns a fake result of an operator. Raises ValueError if the input contradicts the plan."""
+    dtype = torch.get_default_dtype() if _divides_integers(plan) else input.dtype
+    return input.new_empty(_result_shape(input, plan, rank, sizes), dtype=dtype)
+
+
 def _result_shape(input: torch.Tensor, plan: str, rank: int, sizes: Sequence[Any] | None = None) -> Sequence[Any]:
     """Returns the shape of an operator's result. Raises ValueError if the input contradicts the plan."""
     before, after, dtype = _ends(plan, rank)
@@ -161,7 +175,7 @@ def _(
     backward_plan: str,
     backward_groups: Sequence[str],
 ) -> torch.Tensor:
-    return input.new_empty(_result_shape(input, plan, rank))
+    return _new_result(input, plan, rank)
 
 
 @torch.library.register_fake("shardwright::redistribute_out")
@@ -188,7 +202,7 @@ def _fake_start(
 def _fake_wait(
     handle: torch.Tensor, input: torch.Tensor, plan: str, rank: int, sizes: Sequence[Any] | None = None
 ) -> torch.Tensor:
-    return input.new_empty(_result_shape(input, plan, rank, sizes))
+    return _new_result(input, plan, rank, sizes)
 
 
 for _overload in ("", ".recomputable"):
