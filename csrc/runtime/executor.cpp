@@ -128,6 +128,10 @@ void run_to_end(const Executable& executable, const std::shared_ptr<Execution>& 
 void check_out(const CompiledProgram& compiled, const at::Tensor& input, const at::Tensor& out) {
   const std::vector<int64_t>& shape = compiled.program().outputs[0].shape;
   check_strided(out, "out");
+  TORCH_CHECK_VALUE(!out.is_conj() && !out.is_neg(), "out must not be a conjugated or negated view, got ",
+                    out.is_conj() ? "a conjugated" : "a negated", " one");
+  TORCH_CHECK_VALUE(!compiled.divides_integers(), "out must be None if integers become pending sums or averages, whose ",
+                    "parts are floating-point, got ", c10::toString(out.scalar_type()));
   TORCH_CHECK_VALUE(out.sizes().equals(shape) && out.is_contiguous(), "out must be a contiguous tensor of shape ",
                     c10::IntArrayRef(shape), " on rank ", compiled.rank(), ", got shape ", out.sizes(), " and strides ",
                     out.strides());
@@ -146,11 +150,9 @@ void check_out(const CompiledProgram& compiled, const at::Tensor& input, const a
 }
 
 // On CPU: runs the instructions before `until` on this thread, and leaves the later ones to the progress thread.
-// Exchanges are sent as messages.
 void start_on_host(const Executable& executable, const std::shared_ptr<Execution>& execution, int until) {
   // Dispatch modes of this thread must see all communications.
   if (c10::impl::TorchDispatchModeTLS::any_modes_set()) until = executable.compiled().last_communication() + 1;
-  execution->exchange_by_messages();
   IssueOrder::issue_on(executable.groups(), execution, [&] { execution->run_until(until); });
   finish_on_progress_thread(execution);
 }
@@ -167,19 +169,19 @@ void start_on_streams(const CompiledProgram& compiled, const std::shared_ptr<Exe
   });
 }
 
-// True if an asynchronous call would have nothing to wait for, or goes through host memory, so that it runs as a
-// synchronous call. On devices with streams there is something to wait for if any rank communicates, even if this rank
+// True if an asynchronous call would have nothing to wait for, goes through host memory, or replaces its output at the
+// end, so that it runs as a synchronous call. On devices with streams there is something to wait for if any rank communicates, even if this rank
 // does not: a reader on another stream must not read the result too early.
 bool can_run_synchronously(const Executable& executable, const at::Tensor& input) {
   const CompiledProgram& compiled = executable.compiled();
-  return !compiled.is_collective() || (input.device().is_cpu() && !compiled.communicates()) ||
+  return !compiled.is_collective() || compiled.divides_integers() || (input.device().is_cpu() && !compiled.communicates()) ||
          executable.goes_through_host(input.device());
 }
 
 // Starts a program asynchronously. Returns the output and its Work. `out`: the tensor to write to, or null for a new
-// one.
+// one. `by_messages`: true to send exchanges on CPU as messages.
 std::pair<at::Tensor, WorkPtr> start_execution(const ExecutablePtr& executable, const at::Tensor& input,
-                                               const at::Tensor* out, bool input_may_change) {
+                                               const at::Tensor* out, bool input_may_change, bool by_messages) {
   const CompiledProgram& compiled = executable->compiled();
   executable->connect(input.device());
   const auto execution = std::make_shared<Execution>(executable, input, /*uses_side_stream=*/true);
@@ -187,7 +189,9 @@ std::pair<at::Tensor, WorkPtr> start_execution(const ExecutablePtr& executable, 
   const at::Tensor output = execution->output();  // allocated before anything runs, because the Work refers to it
   if (execution->device().is_cpu()) {
     if (input_may_change && compiled.reads_input_after_start()) execution->copy_input(input);
-    start_on_host(*executable, execution, std::max(compiled.first_wait(), compiled.end_of_collectives()));
+    if (by_messages) execution->exchange_by_messages();
+    const int end = by_messages ? compiled.end_of_collectives() : compiled.last_communication() + 1;
+    start_on_host(*executable, execution, std::max(compiled.first_wait(), end));
   } else {
     start_on_streams(compiled, execution, output, input_may_change);
   }
@@ -280,6 +284,7 @@ std::shared_ptr<Execution> start_all(const ExecutablePtr& executable, c10::Array
     return execution;
   }
   if (execution->transfers_on_host()) {
+    execution->exchange_by_messages();
     start_on_host(*executable, execution, compiled.end_of_first_transfers());
   } else {
     issue_order_of(execution->device()).issue_asynchronous(execution, token, [&] { execution->submit_completion(); });
@@ -289,12 +294,13 @@ std::shared_ptr<Execution> start_all(const ExecutablePtr& executable, c10::Array
   return execution;
 }
 
-std::pair<at::Tensor, WorkPtr> start(const ExecutablePtr& executable, const at::Tensor& input, bool input_may_change) {
+std::pair<at::Tensor, WorkPtr> start(const ExecutablePtr& executable, const at::Tensor& input, bool input_may_change,
+                                     bool by_messages) {
   const ProfilerRange range = profiler_range_of(*executable);
   if (executable->compiled().returns_input()) return {run(executable, input), nullptr};
   executable->compiled().check_tensors(input);
   if (can_run_synchronously(*executable, input)) return {run(executable, input), nullptr};
-  return start_execution(executable, input, nullptr, input_may_change);
+  return start_execution(executable, input, nullptr, input_may_change, by_messages);
 }
 
 WorkPtr start_into(const ExecutablePtr& executable, const at::Tensor& input, const at::Tensor& out) {
@@ -305,7 +311,7 @@ WorkPtr start_into(const ExecutablePtr& executable, const at::Tensor& input, con
     return nullptr;
   }
   check_out(executable->compiled(), input, out);
-  return start_execution(executable, input, &out, /*input_may_change=*/false).second;
+  return start_execution(executable, input, &out, /*input_may_change=*/false, /*by_messages=*/true).second;
 }
 
 }  // namespace shardwright

@@ -18,7 +18,8 @@
 // Process groups match the collectives of different ranks by their sequence number in the group, and other code may
 // start collectives on the same groups. A collective that the progress thread starts could have different numbers on
 // different ranks. So on CPU, asynchronous programs send exchanges as messages, which have no number, and an
-// asynchronous call returns only after it has started the program's native collectives.
+// asynchronous call returns only after it has started the program's native collectives. Graphs start programs without
+// messages, because another rank may run the same call without a graph, synchronously.
 //
 // Inputs. After `start` with `input_may_change`, the caller may write to its input. On CPU the program has copied what
 // it still needs. On other devices the program packs and copies the input on the caller's stream, before the caller's
@@ -83,9 +84,10 @@ std::shared_ptr<Execution> start_all(const ExecutablePtr& executable, c10::Array
 
 // Like `run`, but returns once the first transfers are under way. Returns the output, and a Work that is done once the
 // output is complete; the Work is null if the output is complete already. `input_may_change`: true if the caller may
-// write to `input` before the Work is done.
+// write to `input` before the Work is done. `by_messages`: true to send exchanges on CPU as messages; if false, the call
+// returns once the last transfer is under way, and ranks that call `run` for the same program match it.
 std::pair<at::Tensor, WorkPtr> start(const ExecutablePtr& executable, const at::Tensor& input,
-                                     bool input_may_change = true);
+                                     bool input_may_change = true, bool by_messages = true);
 
 // Like `start`, but writes to `out`, with the requirements of `run_into`, and returns only the Work, or null if `out`
 // is complete already. The caller must not write to `input` before the Work is done.

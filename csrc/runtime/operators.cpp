@@ -179,7 +179,7 @@ at::Tensor redistribute_start(const at::Tensor& input, const std::string& plan, 
   } else {
     executable = executable_to_run(dense, plan, groups, rank);
   }
-  auto [output, work] = start(executable, dense, /*input_may_change=*/false);
+  auto [output, work] = start(executable, dense, /*input_may_change=*/false, /*by_messages=*/false);
   // The handle has more bytes than input and output (see the schema).
   const auto size = static_cast<int64_t>(std::max(dense.nbytes(), output.nbytes())) / 8 + 1;
   at::Tensor handle = at::empty({1}, at::TensorOptions(at::kLong).device(at::kCPU));

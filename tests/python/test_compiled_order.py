@@ -174,3 +174,28 @@ def _reasons_against_cuda_graphs() -> None:
 def test_operators_stay_out_of_cuda_graphs(pool: Pool) -> None:
     """A replay of a CUDA graph would not run their code on the host."""
     pool.run(_reasons_against_cuda_graphs, 2)
+
+
+def _graphs_on_some_ranks() -> None:
+    mesh = get_mesh((4,))
+
+    def function(pending: DTensor) -> DTensor:
+        columns = pending.redistribute(placements=[Shard(0)]).sin().redistribute(placements=[Shard(1)])
+        return (columns * 2).redistribute(placements=[Replicate()]) + pending.redistribute(placements=[Replicate()])
+
+    full = oracle.global_tensor((6, 9), torch.float64, 3, True)
+    pending = DTensor.from_local(full.clone(), mesh, [Partial()], run_check=False).requires_grad_()
+    run = torch.compile(function, backend="aot_eager") if dist.get_rank() % 2 else function
+    with sw.enabled(strict=True):
+        result = run(pending)
+        result.full_tensor().square().sum().backward()
+    expected = (4 * full).requires_grad_()
+    plain = expected.sin() * 2 + expected
+    plain.square().sum().backward()
+    torch.testing.assert_close(result.full_tensor(), plain)
+    torch.testing.assert_close(pending.grad.full_tensor(), expected.grad)
+
+
+def test_ranks_with_and_without_graphs_match(pool: Pool) -> None:
+    """A rank leaves its graphs if its own values need more of them than Dynamo compiles."""
+    pool.run(_graphs_on_some_ranks, 4)
