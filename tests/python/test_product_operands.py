@@ -1,4 +1,4 @@
-"""Products of DTensors in uses that autograd sees: writes to operands, ranks outside the mesh, layers without a loss."""
+"""Products of DTensors as autograd sees them: writes to operands, ranks outside the mesh, layers without a loss."""
 
 from __future__ import annotations
 
