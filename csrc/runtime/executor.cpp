@@ -130,7 +130,8 @@ void check_out(const CompiledProgram& compiled, const at::Tensor& input, const a
   check_strided(out, "out");
   TORCH_CHECK_VALUE(!out.is_conj() && !out.is_neg(), "out must not be a conjugated or negated view, got ",
                     out.is_conj() ? "a conjugated" : "a negated", " one");
-  TORCH_CHECK_VALUE(!compiled.divides_integers(), "out must be None if integers become pending sums or averages, whose ",
+  TORCH_CHECK_VALUE(!compiled.divides_integers(),
+                    "out must be None if integers become pending sums or averages, whose ",
                     "parts are floating-point, got ", c10::toString(out.scalar_type()));
   TORCH_CHECK_VALUE(out.sizes().equals(shape) && out.is_contiguous(), "out must be a contiguous tensor of shape ",
                     c10::IntArrayRef(shape), " on rank ", compiled.rank(), ", got shape ", out.sizes(), " and strides ",
@@ -170,12 +171,12 @@ void start_on_streams(const CompiledProgram& compiled, const std::shared_ptr<Exe
 }
 
 // True if an asynchronous call would have nothing to wait for, goes through host memory, or replaces its output at the
-// end, so that it runs as a synchronous call. On devices with streams there is something to wait for if any rank communicates, even if this rank
-// does not: a reader on another stream must not read the result too early.
+// end, so that it runs as a synchronous call. On devices with streams there is something to wait for if any rank
+// communicates, even if this rank does not: a reader on another stream must not read the result too early.
 bool can_run_synchronously(const Executable& executable, const at::Tensor& input) {
   const CompiledProgram& compiled = executable.compiled();
-  return !compiled.is_collective() || compiled.divides_integers() || (input.device().is_cpu() && !compiled.communicates()) ||
-         executable.goes_through_host(input.device());
+  return !compiled.is_collective() || compiled.divides_integers() ||
+         (input.device().is_cpu() && !compiled.communicates()) || executable.goes_through_host(input.device());
 }
 
 // Starts a program asynchronously. Returns the output and its Work. `out`: the tensor to write to, or null for a new

@@ -84,8 +84,8 @@ std::shared_ptr<Execution> start_all(const ExecutablePtr& executable, c10::Array
 
 // Like `run`, but returns once the first transfers are under way. Returns the output, and a Work that is done once the
 // output is complete; the Work is null if the output is complete already. `input_may_change`: true if the caller may
-// write to `input` before the Work is done. `by_messages`: true to send exchanges on CPU as messages; if false, the call
-// returns once the last transfer is under way, and ranks that call `run` for the same program match it.
+// write to `input` before the Work is done. `by_messages`: true to send exchanges on CPU as messages; if false, the
+// call returns once the last transfer is under way, and ranks that call `run` for the same program match it.
 std::pair<at::Tensor, WorkPtr> start(const ExecutablePtr& executable, const at::Tensor& input,
                                      bool input_may_change = true, bool by_messages = true);
 
