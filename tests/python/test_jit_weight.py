@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from typing import Any, Protocol, runtime_checkable
 
@@ -132,15 +133,6 @@ def _gathers() -> None:
     (first_order,) = torch.autograd.grad(y.square().sum(), [weight.parameter], create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         first_order.sum().backward()
-    # The weight is written between a forward and its backward, and after it was prefetched.
-    with weight as full:
-        y = F.linear(x, full)
-    weight.prefetch()
-    with torch.no_grad():
-        weight.parameter.mul_(2)
-    with pytest.raises(RuntimeError, match="the weight was written between"):
-        y.sum().backward()
-    assert torch.equal(weight.materialize().cpu(), 2 * torch.ones(8, 8))
     # Frozen weights.
     weight.parameter.requires_grad_(False)
     with weight as full:
@@ -151,6 +143,35 @@ def _gathers() -> None:
 
 def test_gathers_once_per_block(pool: Pool) -> None:
     pool.run(_gathers, 2)
+
+
+def _writes() -> None:
+    """The weight is written between a forward and its backward, and after it was prefetched."""
+    mesh = sw.Mesh({"a": 2})
+    shards, use = (sw.Layout(mesh, (8, 8), [p]) for p in ("S(0)", "R"))
+    x = torch.ones(2, 8, device=meshes.device, requires_grad=True)
+    given = sw.fsdp.jit_weight(torch.ones(4, 8, device=meshes.device), shards, use)
+    for weight in (given, copy.deepcopy(given)):
+        weight.parameter.grad = -torch.ones_like(weight.parameter)
+
+        def double(weight: Any = weight) -> None:
+            with torch.no_grad():
+                weight.parameter.mul_(2)
+
+        # Kernels of fused optimizers do not increment the parameter's version.
+        fused, foreach = (torch.optim.SGD([weight.parameter], 1.0, **{how: True}) for how in ("fused", "foreach"))
+        for write, value in ((double, 2), (fused.step, 3), (foreach.step, 4), (fused.step, 5)):
+            with weight as full:
+                y = F.linear(x, full)
+            weight.prefetch()
+            write()
+            with pytest.raises(RuntimeError, match="the weight was written between"):
+                y.sum().backward()
+            assert torch.equal(weight.materialize().cpu(), value * torch.ones(8, 8))
+
+
+def test_writes_are_seen(pool: Pool) -> None:
+    pool.run(_writes, 2)
 
 
 @runtime_checkable

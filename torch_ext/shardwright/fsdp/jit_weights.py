@@ -17,7 +17,7 @@ from ..layouts.layout import Layout
 from ..planning import check_layout
 from ..runtime import argument_checks, groups
 from ..runtime.plain_tensors import redistribute_local
-from . import reads
+from . import moves, reads
 
 
 def jit_weight(
@@ -108,7 +108,7 @@ class JitWeight:
         self._group = groups.weakly(group)
         self._device_mesh = device_mesh
         # The prefetched weight, and the version of the parameter that it is gathered from.
-        self._prefetched: tuple[torch.Tensor, int] | None = None
+        self._prefetched: tuple[torch.Tensor, tuple[int, ...]] | None = None
         self._held: torch.Tensor | None = None  # the weight that `materialize` gathered
         self._blocks: list[_Block] = []  # open `with` blocks, innermost last
         protocol = {
@@ -121,10 +121,15 @@ class JitWeight:
         for name, member in protocol.items():
             setattr(parameter, name, member)
 
+    @property
+    def _version(self) -> tuple[int, ...]:
+        """A value that changes with each write to the parameter."""
+        return moves.version_of_plain(self.parameter)
+
     def prefetch(self) -> None:
         """Starts to gather for the next use, and returns before the gather ends."""
-        if self._prefetched is None or self._prefetched[1] != self.parameter._version:
-            self._prefetched = self._move(self.parameter.detach(), self.shards, self.use, True), self.parameter._version
+        if self._prefetched is None or self._prefetched[1] != self._version:
+            self._prefetched = self._move(self.parameter.detach(), self.shards, self.use, True), self._version
 
     def materialize(self) -> torch.Tensor:
         """Returns the gathered weight, without autograd, and holds it until `release`. A second call gathers again."""
@@ -146,7 +151,7 @@ class JitWeight:
     def _gather(self) -> torch.Tensor:
         """Returns the gathered weight: the prefetched one, unless the parameter was written since."""
         prefetched, self._prefetched = self._prefetched, None
-        if prefetched is None or prefetched[1] != self.parameter._version:
+        if prefetched is None or prefetched[1] != self._version:
             return self._move(self.parameter.detach(), self.shards, self.use, False)
         full = prefetched[0]
         return full.wait() if isinstance(full, AsyncCollectiveTensor) else full
@@ -191,7 +196,7 @@ class _Block:
     def __init__(self, weight: JitWeight, full: torch.Tensor) -> None:
         self._weight = weight
         self._full: torch.Tensor | None = full  # the gathered weight: in the block, and in the backward
-        self._version = weight.parameter._version  # to detect writes before the backward
+        self._version = weight._version  # to detect writes before the backward
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         self._outer: _Block | None = None  # the block around this one, while both are open
         self._is_differentiated = torch.is_grad_enabled() and weight.parameter.requires_grad
@@ -243,7 +248,7 @@ class _Block:
 
     def _gathered(self, saved: _View) -> torch.Tensor:
         """Returns a saved view of the weight. Gathers the weight again unless it is held."""
-        if self._weight.parameter._version != self._version:
+        if self._weight._version != self._version:
             raise RuntimeError(
                 "the weight was written between a forward and its backward, which needs the old values. Write it after "
                 "the backward"

@@ -18,7 +18,8 @@ from .layouts import Layouts
 # ---- writes to parameters
 #
 # A write to a DTensor increments the DTensor's version, and a write to its local tensor the local tensor's version.
-# `torch._foreach_*` on lists of DTensors, which optimizers use, increments neither. So a hook notes optimizer steps.
+# `torch._foreach_*` on lists of DTensors, which optimizers use, increments neither. `torch._fused_*`, the kernels of
+# optimizers with fused=True, increment no version. So a hook notes optimizer steps.
 
 _WRITTEN = "_shardwright_written"  # attribute of a sharded parameter: the number of its latest optimizer step
 _FULL = "_shardwright_full"  # attribute of an unsharded parameter: its name
@@ -57,6 +58,13 @@ def _check_parameters(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def version_of(parameter: Any) -> tuple[int, ...]:
     """Returns a version of a DTensor parameter. Each write changes it, except `torch._foreach_*` outside optimizers."""
     return parameter._version, parameter._local_tensor._version, parameter.__dict__.get(_WRITTEN, 0)
+
+
+def version_of_plain(parameter: nn.Parameter) -> tuple[int, ...]:
+    """Returns a version of a plain parameter. Each write changes it, except `torch._fused_*` outside optimizers."""
+    if _WRITTEN not in parameter.__dict__:
+        watch(parameter)
+    return parameter._version, parameter.__dict__[_WRITTEN]
 
 
 def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
