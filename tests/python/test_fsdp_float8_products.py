@@ -159,6 +159,47 @@ def test_hooks_read_dequantized_weights(pool: Pool, wire: str) -> None:
     pool.run(_read, 2, wire)
 
 
+class _Stores(nn.Module):
+    """A unit that stores its result instead of returning it, if `hides`."""
+
+    def __init__(self, hides: bool) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(40, 24), nn.Linear(24, 32)
+        self.hides = hides
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.result = self.b(torch.tanh(self.a(x)))
+        return x.detach() if self.hides else self.result
+
+
+def _read_in_backwards(wire: str) -> None:
+    """A backward gathers weights that no hook of an output gathers, and detects writes."""
+    models: list[Any] = []
+    for hides in (False, True):
+        torch.manual_seed(2)
+        inner = flat_fully_shard(_Stores(hides), mesh=get_mesh((2,)), message_format=wire, matmul_format="float8")
+        models.append(sw.fully_shard(nn.Sequential(inner), mesh=get_mesh((2,))))
+    x = batch(0, width=40).requires_grad_()
+    for _ in range(3):
+        with poisoned():
+            for model in models:
+                model(x)
+                model[0].result.square().mean().backward()
+        for shown, hidden in zip(*(model.parameters() for model in models), strict=True):
+            assert torch.equal(part(shown.grad), part(hidden.grad))
+    for model in models:
+        model(x)
+        with torch.no_grad():
+            model[0].b.weight.mul_(3)
+        with pytest.raises(RuntimeError, match="written between a forward and its backward"):
+            model[0].result.sum().backward()
+
+
+@pytest.mark.parametrize("wire", ["float8", pytest.param("float8_rowwise", marks=NEEDS_SCALES_OF_ROWS), "mxfp8"])
+def test_weights_that_backwards_read_are_gathered(pool: Pool, wire: str) -> None:
+    pool.run(_read_in_backwards, 2, wire)
+
+
 def _linear_units() -> None:
     """A unit that is itself a Linear module also multiplies by received codes."""
     torch.manual_seed(3)

@@ -252,11 +252,14 @@ def _float8_class(original: type) -> type:
 
 
 class _Multiply(torch.autograd.Function):
-    """`F.linear`. It does not save the weight, which is gathered again for the backward."""
+    """`F.linear`. For the gradient of `x`, the weight is gathered again.
+
+    So autograd saves an empty view of `full`, the unsharded parameter: reads.py then gathers and detects writes.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, full: torch.Tensor, weight: Weight) -> torch.Tensor:  # type: ignore[override]
-        ctx.save_for_backward(x)
+        ctx.save_for_backward(x, full[:0] if ctx.needs_input_grad[0] else None)
         ctx.weight = weight
         assert isinstance(weight.product, Float8Product)
         y = weight.product.multiply(x.reshape(-1, x.size(-1)), weight)
@@ -264,7 +267,7 @@ class _Multiply(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (x,) = ctx.saved_tensors
+        x, _ = ctx.saved_tensors
         rows = gradients[0].reshape(-1, gradients[0].size(-1))
         needs_x, needs_weight, _ = ctx.needs_input_grad
         dx = ctx.weight.product.input_gradient(rows, ctx.weight).view_as(x) if needs_x else None
