@@ -377,3 +377,19 @@ def _with_sharded_weights() -> None:
 
 def test_activations_and_weights_cut_over_different_dims(pool: Pool) -> None:
     pool.run(_with_sharded_weights, 4)
+
+
+def _without_gradients() -> None:
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            x = batch(0)
+            with sw.fsdp.checkpoint_cut(get_mesh((2,)), x, min_bytes=0):
+                y = x.sin()
+        assert torch.equal(y, x.sin())
+    with sw.fsdp.checkpoint_cut(get_mesh((2,)), x, min_bytes=0):  # an inference tensor in a block outside of the mode
+        z = x.sin()
+    assert torch.equal(y, z)
+
+
+def test_blocks_without_gradients_compute(pool: Pool) -> None:
+    pool.run(_without_gradients, 2)

@@ -160,9 +160,10 @@ class _Span(NamedTuple):
 def _span(tensor: torch.Tensor) -> _Span | None:
     """Returns the span from the first to the last element of a tensor.
 
-    Returns None for empty tensors, and for tensors with conj or neg bits, whose memory has other values.
+    Returns None for empty tensors, for tensors with conj or neg bits, whose memory has other values, and for inference
+    tensors, which have no version and which autograd does not save.
     """
-    if tensor.numel() == 0 or tensor.is_conj() or tensor.is_neg():
+    if tensor.numel() == 0 or tensor.is_conj() or tensor.is_neg() or tensor.is_inference():
         return None
     numel = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     version = (tensor._version,)
