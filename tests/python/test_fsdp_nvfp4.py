@@ -185,3 +185,16 @@ def _unsupported() -> None:
 
 def test_unsupported_nvfp4_raises(pool: Pool) -> None:
     pool.run(_unsupported, 2)
+
+
+@pytest.mark.parametrize("largest", [1e-30, 1e-36, 1e-40, 1e-43, 1e-45, 0.0])
+@pytest.mark.parametrize("wire", ["float8", "float8_rowwise", "mxfp8", "nvfp4"])
+def test_tiny_weights_are_not_quantized_to_nan(wire: str, largest: float) -> None:
+    """The error is at most a step of the codes, or a step of the smallest scale."""
+    weights = largest * torch.linspace(-1, 1, 64).repeat(2, 1)
+    weights[:, 16:32] = 0
+    with torchao() if wire == "nvfp4" else nullcontext():
+        wire_format, found = formats.FORMATS[wire](), torch.empty_like(weights)
+        scale = wire_format.scale_of(wire_format.amax(weights)) if wire_format.needs_amax else None
+        wire_format.decode(wire_format.encode(weights, scale), scale, found)
+    torch.testing.assert_close(found, weights, rtol=0, atol=max(largest / 6, 1e-36))

@@ -31,6 +31,7 @@ FLOAT8_MAX = 448.0  # largest number in float8_e4m3fn
 ROW_MULTIPLE = 16  # `torch._scaled_mm` requires rows of a multiple of 16 bytes
 _MX_BLOCK = 32  # elements of MXFP8 that share a scale
 SCALES_TOGETHER = 4  # number of blocks of a row whose scales cuBLAS reads together
+_TINY = torch.finfo(torch.float32).tiny  # smallest normal number
 _EXPONENT_BIAS = 127  # exponent bias of float8_e8m0fnu
 
 
@@ -86,7 +87,7 @@ class Format:
 
     def scale_of(self, amax: torch.Tensor) -> torch.Tensor:
         """Returns the scale with which amax gets the largest code."""
-        return torch.where(amax > 0, amax / FLOAT8_MAX, torch.ones_like(amax))
+        return _scale_of(amax, FLOAT8_MAX, _TINY)
 
     def encode(self, part: torch.Tensor, scale: torch.Tensor | None) -> list[torch.Tensor]:
         """Returns the messages of a shard, one for each of `layouts`."""
@@ -212,6 +213,11 @@ class Mxfp8(BlockFormat):
         _decode(messages[0], messages[1].view(torch.float8_e8m0fnu).flatten(0, -2), out)
 
 
+def _scale_of(amax: torch.Tensor, largest: float, least: float) -> torch.Tensor:
+    """Returns amax / largest, but at least `least`, because a division by a smaller scale overflows; 1 for zeros."""
+    return torch.where(amax > 0, (amax / largest).clamp(min=least), torch.ones_like(amax))
+
+
 def _to_float8(scaled: torch.Tensor) -> torch.Tensor:
     """Returns float8_e4m3fn codes as bytes. Magnitudes above FLOAT8_MAX get the largest code."""
     return scaled.clamp(-FLOAT8_MAX, FLOAT8_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
@@ -285,7 +291,7 @@ class Nvfp4(ScaledCodes, BlockFormat):
         return [per_block_layout(layout, unit, unit // 2), per_block_layout(layout, unit, self._padded_blocks)]
 
     def scale_of(self, amax: torch.Tensor) -> torch.Tensor:
-        return torch.where(amax > 0, amax / _NVFP4_MAX, torch.ones_like(amax))
+        return _scale_of(amax, _NVFP4_MAX, _TINY / torch.finfo(torch.float8_e4m3fn).tiny)
 
     def encode(self, part: torch.Tensor, scale: torch.Tensor | None) -> list[torch.Tensor]:
         length = part.size(-1)
