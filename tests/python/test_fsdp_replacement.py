@@ -432,12 +432,18 @@ def test_all_gather_extensions_train_as_stock(pool: Pool, mesh_shape: tuple[int,
     pool.run(_all_gather_extensions, 2 * len(mesh_shape), mesh_shape, width)
 
 
-def _extensions_of_shards() -> None:
-    """The shards, not their subclass, get the extension methods. Gathered weights have the subclass, too."""
+def give_methods(part: Any) -> None:
+    """Gives the extension methods to a shard that is a TwoTensor."""
 
     def post_all_gather(gathered: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
         return None if out is not None else (TwoTensor(*gathered), gathered)
 
+    part.fsdp_pre_all_gather = functools.partial(lambda part, mesh: ((part.a, part.b), None), part)
+    part.fsdp_post_all_gather = post_all_gather
+
+
+def _extensions_of_shards() -> None:
+    """The shards, not their subclass, get the extension methods. Gathered weights have the subclass, too."""
     plain, sharded = Chain(6, wraps=False), Chain(6, wraps=False)
     for layer in sharded:
         layer.weight = nn.Parameter(TwoTensor(layer.weight.detach(), layer.weight.detach().clone()))
@@ -446,9 +452,7 @@ def _extensions_of_shards() -> None:
     with pytest.raises(RuntimeError, match="must have the methods fsdp_pre_all_gather and .*, got a TwoTensor"):
         sharded(batch(0, width=6))
     for layer in sharded:
-        part = layer.weight._local_tensor
-        part.fsdp_pre_all_gather = functools.partial(lambda part, mesh: ((part.a, part.b), None), part)
-        part.fsdp_post_all_gather = post_all_gather
+        give_methods(layer.weight._local_tensor)
     for layer in plain:
         layer.bias = None
     for step in range(3):

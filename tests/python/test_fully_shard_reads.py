@@ -21,9 +21,11 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import shardwright as sw
 from compilers import MODES, compiled
-from fsdp_models import full
+from fsdp_models import batch, flat_fully_shard, full, loss_of
 from meshes import IS_2_11, get_mesh
 from pool import Pool
+from test_fsdp_replacement import Chain as ChainOfLinears
+from test_fsdp_replacement import SentInHalf, TwoTensor, give_methods
 
 
 class _Dict(dict[str, Any]):
@@ -415,3 +417,49 @@ def _hooks_of_parameters(mode: str) -> None:
 @MODES
 def test_hooks_of_parameters_get_reduced_gradients(pool: Pool, mode: str) -> None:
     pool.run(_hooks_of_parameters, 2, mode)
+
+
+class _StoresResult(nn.Module):
+    """A unit with weights that are gathered by extensions, which stores its result instead of returning it."""
+
+    def __init__(self, kind: type) -> None:
+        super().__init__()
+        self.chain = ChainOfLinears(6, wraps=kind is SentInHalf)
+        for layer in self.chain if kind is TwoTensor else []:
+            layer.weight = nn.Parameter(TwoTensor(layer.weight.detach(), layer.weight.detach().clone()))
+            layer.bias = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.result = self.chain(x)
+        return x.detach()
+
+
+def _reads_of_extensions(kind: type) -> None:
+    """A backward gathers weights that no hook of an output gathers, and detects writes."""
+    model = sw.fully_shard(
+        nn.Sequential(flat_fully_shard(_StoresResult(kind), mesh=get_mesh((2,)))), mesh=get_mesh((2,))
+    )
+    unsharded = ChainOfLinears(6, wraps=False)
+    for layer in unsharded if kind is TwoTensor else []:
+        layer.bias = None
+    for layer in model[0].chain if kind is TwoTensor else []:
+        give_methods(layer.weight._local_tensor)
+    tolerance = {"rtol": 0.02, "atol": 0.02} if kind is SentInHalf else {"rtol": 1e-5, "atol": 1e-6}
+    for step in range(3):
+        model(batch(step, width=6))
+        model[0].result.square().mean().backward()
+        torch.stack([loss_of(unsharded, batch(step, rank, width=6)) for rank in range(2)]).mean().backward()
+        for p, q in zip(model.parameters(), unsharded.parameters(), strict=True):
+            torch.testing.assert_close(full(p.grad), q.grad, **tolerance)
+            p.grad = q.grad = None
+    model(batch(0, width=6))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(2)
+    with pytest.raises(RuntimeError, match="written between a forward and its backward"):
+        model[0].result.sum().backward()
+
+
+@pytest.mark.parametrize("kind", [SentInHalf, TwoTensor])
+def test_backwards_read_weights_of_extensions(pool: Pool, kind: type) -> None:
+    pool.run(_reads_of_extensions, 2, kind)

@@ -98,6 +98,22 @@ def check_protocol(name: str, part: torch.Tensor) -> None:
         )
 
 
+def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
+    """Returns the storages of a tensor: those of its inner tensors if it is of a subclass with __tensor_flatten__."""
+    if tensor.layout is not torch.strided:
+        return []
+    if not is_subclass(tensor):
+        return [tensor.untyped_storage()]
+    names = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else []
+    return [storage for name in names for storage in storages_of(getattr(tensor, name))]
+
+
+def storages_by_address(full: torch.Tensor, extension: Extension | None) -> dict[int, torch.UntypedStorage]:
+    """Returns the storages of a full weight, by the addresses of their StorageImpls."""
+    tensors = [full] if extension is None else [full, *extension._outputs, *extension._inner]
+    return {storage._cdata: storage for tensor in tensors for storage in storages_of(tensor)}
+
+
 class Extension:
     """The gathers of one weight whose shard has an extension. `start` and `finish` make a gather."""
 

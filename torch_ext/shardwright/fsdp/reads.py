@@ -28,13 +28,13 @@ from torch.distributed._composable.contract import STATE_KEY
 from torch.distributed.tensor import DTensor
 
 from ..runtime.executables import put_bounded
+from . import extensions
 from .units import Unit
 from .weights import Version, Weight, by_storage, versions_differ
 
 _Pack = Callable[[torch.Tensor], Any]
 _Unpack = Callable[[Any], torch.Tensor]
 
-_PLAIN = (torch.Tensor, nn.Parameter)
 _CHECKPOINT = inspect.unwrap(checkpoint)  # key of `checkpoint` in a module's torch states
 
 
@@ -127,12 +127,12 @@ def written_error(subject: str) -> RuntimeError:
 def _weight_of(tensor: torch.Tensor) -> Weight | None:
     """Returns the weight in whose storage a tensor is; None for other tensors."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    if type(local) not in _PLAIN or local.layout is not torch.strided:
-        return None
-    address = local.untyped_storage()._cdata
-    weight = by_storage.get(address)
-    # A converted weight has a new storage, and its old address may belong to another tensor.
-    return weight if weight is not None and weight.memory.untyped_storage()._cdata == address else None
+    for storage in extensions.storages_of(local):
+        weight = by_storage.get(storage._cdata)
+        # A converted weight has a new storage, and its old address may belong to another tensor.
+        if weight is not None and storage._cdata in weight.storages:
+            return weight
+    return None
 
 
 @torch._disable_dynamo  # it would compile a hook by itself under the `compile()` of a module that it does not compile

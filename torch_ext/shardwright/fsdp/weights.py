@@ -44,7 +44,7 @@ class Product(Protocol):
     def end(self, weight: Weight) -> None: ...  # undoes `begin`
 
 
-# Weights by the address of the StorageImpl of their `memory`, which does not change between gathers.
+# Weights by the addresses of the StorageImpls of their full weights, which do not change between gathers.
 by_storage: weakref.WeakValueDictionary[int, Weight] = weakref.WeakValueDictionary()
 
 Version: TypeAlias = tuple[nn.Parameter, tuple[int, ...]]  # a sharded parameter and its version
@@ -159,7 +159,8 @@ class Weight(GradientMixin):
         """Makes a tensor in layout `use` the parameter `unsharded`, and watches its gradients."""
         self.unsharded = nn.Parameter(full, self.sharded.requires_grad)
         moves.mark_full(self.unsharded, self.name)
-        by_storage[self.memory.untyped_storage()._cdata] = self
+        self.storages = extensions.storages_by_address(full, self.extension)
+        by_storage.update(dict.fromkeys(self.storages, self))
         self._watch()
 
     @property
@@ -426,8 +427,7 @@ class Weight(GradientMixin):
     def finish_gather(self) -> None:
         """Waits for the gather. With a product, messages are decoded to the full weight only once `read` was called."""
         if self.extension is not None:
-            weight = self.extension.finish(self.unsharded)
-            if weight is not None:
+            if (weight := self.extension.finish(self.unsharded)) is not None:
                 self._set_full(self.layouts.as_used(weight))
                 self._buffer_bytes = self.extension.output_bytes
                 self.gathered_bytes = sum(map(aligned, self._buffer_bytes))
