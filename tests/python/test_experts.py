@@ -111,8 +111,8 @@ def test_rows_are_in_order_and_bytes_equal_the_bound(pool: Pool, world: int) -> 
             foreign = sum(rank in ranks_of and home[t] != rank for t, ranks_of in enumerate(at))
             assert payload == foreign * row_bytes, f"{load}, {placement}"
             assert going == payload + metadata
-            # The check of ranks before a combine sends 2 words to each other rank.
-            compared = 2 * 8 * (world - 1)
+            # The check of ranks before a combine sends 3 words to each other rank.
+            compared = 3 * 8 * (world - 1)
             assert coming_sent == foreign * row_bytes + compared
             own = sum(len(at[t] - {rank}) for t in range(len(ids)) if home[t] == rank)
             assert coming == own * row_bytes + compared
@@ -492,17 +492,21 @@ def test_nodes_with_capacity_and_scales(pool: Pool) -> None:
 
 
 def _single_input(trains: str) -> None:
-    """Only one of the inputs has gradients, and only one rank has experts."""
+    """At most one of the inputs has gradients, and only one rank has experts."""
     rank, world = dist.get_rank(), dist.get_world_size()
     p = routing.problem(world, 1)
     p.placement = [[], list(range(p.num_experts)), *([] for _ in range(world - 2))]
     outs, x_grads, score_grads, weight_grad = routing.unsharded(p)
     x, scores, weights = _mine(p.x[rank]), _mine(p.scores[rank]), _mine(p.weights)
-    {"x": x, "scores": scores, "experts": weights}[trains].requires_grad_()
+    if trains != "nothing":
+        {"x": x, "scores": scores, "experts": weights}[trains].requires_grad_()
     rows, counts, handle = dispatch(x, _mine(p.expert_ids[rank]), scores, p.placement)
     out = combine(_apply_experts(p, weights, rows, handle, counts), handle)
-    out.backward(_mine(p.gradients[rank]))
     _close(out.detach(), outs[rank], trains)
+    if trains == "nothing":
+        assert out.requires_grad != handle._compares, "known without a gradient only if ranks compare"
+        return
+    out.backward(_mine(p.gradients[rank]))
     if trains == "x":
         _close(x.grad, x_grads[rank], trains)
     elif trains == "scores":
@@ -511,7 +515,7 @@ def _single_input(trains: str) -> None:
         _close(weights.grad, weight_grad, trains)
 
 
-@pytest.mark.parametrize("trains", ["x", "scores", "experts"])
+@pytest.mark.parametrize("trains", ["x", "scores", "experts", "nothing"])
 def test_backward_of_a_single_input(pool: Pool, trains: str) -> None:
     pool.run(_single_input, 3, trains)
 

@@ -431,7 +431,8 @@ def combine(y: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
         handle: the handle of the dispatch.
 
     Returns:
-        ``[tokens, any size]``, in the dtype of y; zeros for a token without experts. Differentiable by y and scores.
+        ``[tokens, any size]``, in the dtype of y; zeros for a token without experts. Differentiable by y and scores. It
+        requires a gradient on all ranks if an input does on any; where ranks do not compare `y`, always in grad mode.
 
     Raises:
         ValueError: y does not match the handle (RuntimeError on the other ranks); y differs between ranks in size or
@@ -445,14 +446,17 @@ def combine(y: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
     fields = {} if error is not None else {"size": y.shape[1], "dtype": _dtype_name(y.dtype)}
     if checking.is_on():
         _compare("combine", handle._ranks, fields, error)
+    anchor = handle._anchor
+    needs_backward = torch.is_grad_enabled()
     if handle._compares:
-        handle._ranks.words.compare(Statement("combine", fields), error)
+        has_gradient = needs_backward and any(getattr(t, "requires_grad", False) for t in (y, handle._scores, anchor))
+        flags = handle._ranks.words.compare(Statement("combine", fields), error, torch.tensor([int(has_gradient)]))
+        needs_backward = needs_backward and bool(flags.any())
     if error is not None:
         raise error
     counts.combines += 1
     sums: torch.Tensor = Contract.apply(handle._expansion, y, handle._scores)  # type: ignore[no-untyped-call]
-    anchor = handle._anchor
-    if torch.is_grad_enabled() and not anchor.requires_grad:
+    if needs_backward and not anchor.requires_grad:
         anchor = torch.empty(0, requires_grad=True)  # all ranks take part in the backward, also those without rows
     step = f"combine, returning sums ({y.dtype}[{y.shape[1]}]) to the ranks of the tokens"
     for exchange in reversed(handle._exchanges):
