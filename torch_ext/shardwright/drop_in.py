@@ -20,7 +20,7 @@ from .dtensor import mode as modes
 from .dtensor import redistribute as dtensor_redistribute
 from .dtensor.mode import Mode
 from .layouts.errors import argument_error
-from .runtime import argument_checks
+from .runtime import argument_checks, dynamo
 from .views import rules as view_rules
 
 _lock = threading.RLock()  # held while the mode or the patches change
@@ -105,6 +105,7 @@ def _apply() -> None:
     modes.apply(mode)
 
 
+@dynamo.outside_graphs
 def redistribute(
     x: DTensor,
     placements: Sequence[Placement],

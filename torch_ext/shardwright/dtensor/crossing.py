@@ -23,7 +23,7 @@ from .._native import _planner
 from ..graph import plans
 from ..layouts.errors import argument_error
 from ..layouts.layout import Mesh, layout_text
-from ..runtime import argument_checks, counters, executables, groups
+from ..runtime import argument_checks, counters, dynamo, executables, groups
 from ..runtime.agreement import Statement, in_default_store, ranks_text
 from ..runtime.plain_tensors import redistribute_part
 from . import guards, masks
@@ -139,6 +139,7 @@ class _Crossing(torch.autograd.Function):
     """Moves `x` from a source spec to a target spec, whose meshes may be equal. All ranks must pass the same specs."""
 
     @staticmethod
+    @dynamo.skipped
     def forward(  # type: ignore[override]
         ctx: Any,
         x: DTensor,
@@ -157,6 +158,7 @@ class _Crossing(torch.autograd.Function):
         return DTensor(moved, target, requires_grad=x.requires_grad)  # type: ignore[call-arg]
 
     @staticmethod
+    @dynamo.skipped
     def backward(ctx: Any, gradient: DTensor | None) -> tuple[DTensor | None, ...]:  # type: ignore[override]
         options = ctx.async_op, None, ctx.make_groups
         ends = gradient_move(gradient, ctx.source, ctx.target, ctx.backward_dtype, *options)

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .._native import _runtime
+from ..runtime import dynamo
 
 _MAX_CHANGES = 4096  # mode changes stored per thread; the older half is dropped
 _MODE_ATTRIBUTE = "_shardwright_mode"  # attribute of autograd nodes that holds their mode
@@ -151,6 +152,7 @@ def mode_in_effect() -> Mode:
 def storing_mode(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a wrapper of an autograd function's forward. It stores the mode on the node (ctx) for the backward."""
 
+    @dynamo.skipped
     @functools.wraps(forward)
     def with_mode(ctx: Any, *args: Any, **kwargs: Any) -> Any:
         setattr(ctx, _MODE_ATTRIBUTE, mode_in_effect())

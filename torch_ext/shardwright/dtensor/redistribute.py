@@ -25,7 +25,7 @@ from .._native import _runtime
 from ..graph import plans
 from ..layouts.layout import Layout, Mesh
 from ..planning import Plan
-from ..runtime import counters, executables, groups
+from ..runtime import counters, dynamo, executables, groups
 from ..runtime.argument_checks import DEVICE_TYPES
 from ..runtime.executables import Refusal
 from ..runtime.plain_tensors import redistribute_local
@@ -53,6 +53,7 @@ def is_installed() -> bool:
     return _original is not None
 
 
+@dynamo.skipped
 @functools.wraps(torch_redistribute.redistribute_local_tensor)
 def redistribute_local_tensor(
     local_tensor: torch.Tensor,

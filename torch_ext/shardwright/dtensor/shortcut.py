@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from .._native import _runtime
-from ..runtime import executables, groups
+from ..runtime import dynamo, executables, groups
 from . import crossing, redistribute
 from .mode import allows_shortcut, mode_in_effect
 
@@ -61,6 +61,7 @@ _cached: executables.PlanningCache[_CachedExecutable] = executables.PlanningCach
 def make_method(original: Callable[..., DTensor]) -> Callable[..., DTensor]:
     """Returns the method that replaces `original`, DTensor's method `redistribute`, while the drop-in is on."""
 
+    @dynamo.skipped
     @functools.wraps(original)
     def with_shortcut(
         self: DTensor,
@@ -119,6 +120,7 @@ class Redistribute(torch_redistribute.Redistribute):
     """The autograd function of cached calls. A subclass of PyTorch's, whose backward it uses for uncached gradients."""
 
     @staticmethod
+    @dynamo.skipped
     def forward(ctx: Any, x: DTensor, cached: _CachedExecutable, async_op: bool) -> DTensor:  # type: ignore[override]
         vars(ctx).update(cached.node)
         ctx._shardwright_dtype = cached.dtype
@@ -126,6 +128,7 @@ class Redistribute(torch_redistribute.Redistribute):
         return _new_dtensor(output, cached.target, requires_grad=x.requires_grad)
 
     @staticmethod
+    @dynamo.skipped
     def backward(ctx: Any, gradient: DTensor) -> tuple[DTensor, None, None]:  # type: ignore[override]
         if (
             not redistribute.is_installed()  # the drop-in was disabled, so PyTorch runs the backward

@@ -17,7 +17,7 @@ from ..dtensor import crossing, masks
 from ..dtensor.specs import layout_of, layout_of_spec
 from ..layouts.errors import argument_error
 from ..layouts.layout import Layout, Mesh
-from ..runtime import argument_checks, executables, groups
+from ..runtime import argument_checks, dynamo, executables, groups
 from ..runtime.many import redistribute_parts
 from ..runtime.plain_tensors import redistribute_part
 
@@ -108,6 +108,7 @@ class _RedistributeMany(torch.autograd.Function):
         return tuple(moved[i] for i in tracked)
 
     @staticmethod
+    @dynamo.skipped
     def backward(ctx: Any, *gradients: DTensor | None) -> tuple[DTensor | None, ...]:
         items = [_gradient_item(g, source, target) for g, (source, target) in zip(gradients, ctx.specs, strict=True)]
         return None, None, None, None, None, *_move(items, ctx.options)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .._planner import gradient_layout
-from ..runtime import groups
+from ..runtime import dynamo, groups
 from ..runtime.many import redistribute_parts
 
 
@@ -47,6 +47,7 @@ class _RedistributeMany(torch.autograd.Function):
         return tuple(x.view_as(x) if (x := moved[i]) is local else x for i, local in zip(tracked, locals_, strict=True))
 
     @staticmethod
+    @dynamo.skipped
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         items = [(gradient, *pair) for gradient, pair in zip(gradients, ctx.pairs, strict=True)]
         options = {**ctx.options, "group": ctx.options["group"].get()}

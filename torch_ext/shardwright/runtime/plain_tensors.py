@@ -14,9 +14,10 @@ from .._native import _planner, _runtime
 from .._planner import gradient_layout
 from ..layouts.errors import argument_error
 from ..planning import check_layout
-from . import argument_checks, checking, executables, groups
+from . import argument_checks, checking, dynamo, executables, groups
 
 
+@dynamo.outside_graphs
 def redistribute_local(
     local: torch.Tensor | None,
     src: _planner.Layout,
@@ -279,6 +280,7 @@ class _RedistributeLocal(torch.autograd.Function):
     """`redistribute_local` for autograd. The backward redistributes the gradient from `dst` to `src`."""
 
     @staticmethod
+    @dynamo.skipped
     def forward(  # type: ignore[override]
         ctx: Any,
         local: torch.Tensor,
@@ -294,6 +296,7 @@ class _RedistributeLocal(torch.autograd.Function):
         return output.view_as(output) if output is local else output
 
     @staticmethod
+    @dynamo.skipped
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         src, dst, group, device_mesh = ctx.move
         gradient = redistribute_local(gradients[0], src, dst, group=group.get(), device_mesh=device_mesh)
