@@ -166,6 +166,23 @@ def _plain_lists() -> None:
         sw.redistribute_many([(torch.ones(2, 2, requires_grad=rank < 2), cut, whole)])
 
 
+def _some_gradients_to_differentiate() -> None:
+    """Under create_graph, the ranks' gradients require gradients or not, as the losses of the ranks do."""
+    rank, mesh = dist.get_rank(), get_mesh((WORLD,))
+    src, dst = (sw.Layout(sw.Mesh({"a": WORLD}), (8, 4), [kind]) for kind in ("S(0)", "S(1)"))
+    full = _values((8, 4), torch.float32, 1)
+    local = dtensors.my_local(full, mesh, ["S(0)"]).cpu().requires_grad_()
+    x = dtensors.distribute(full, mesh, ["S(0)"]).detach().requires_grad_()
+    plain: Any = sw.redistribute_many([(local, src, dst), (local, src, dst)])
+    placed: Any = sw.redistribute_many([(x, [Shard(1)]), (x, [Shard(1)])])
+    for source, results in ((local, plain), (x, [y.to_local() for y in placed])):
+        loss = results[0].sum() + (results[1].sum() if rank % 2 else results[1].square().sum() / 2)
+        (slope,) = torch.autograd.grad(loss, source, create_graph=True)
+        slope = slope.to_local() if isinstance(slope, DTensor) else slope
+        expected = 1 + torch.where(torch.arange(4) % 2 == 0, local, torch.ones(()))
+        assert torch.equal(slope, expected)
+
+
 def _slices_and_graphs() -> None:
     """Slices of a mesh differ from rank to rank. Compiled code breaks its graph at the call."""
     mesh = get_mesh((2, 2))["b"]
@@ -194,6 +211,8 @@ def _slices_and_graphs() -> None:
 
 
 @pytest.mark.cpu_only("plain tensors here are on the CPU")
-@pytest.mark.parametrize("test", [_missing_gradients, _plain_lists, _slices_and_graphs])
+@pytest.mark.parametrize(
+    "test", [_missing_gradients, _plain_lists, _some_gradients_to_differentiate, _slices_and_graphs]
+)
 def test_lists_with_gradients(pool: Pool, test: Any) -> None:
     pool.run(test, WORLD)

@@ -58,10 +58,11 @@ def _item(i: int, entry: Any) -> _Item:
     return _Item(x, x._spec, _targets.get_or_make(key, make))
 
 
-def _move(items: Sequence[_Item], options: Mapping[str, Any]) -> list[DTensor]:
+def _move(items: Sequence[_Item], options: Mapping[str, Any], in_backward: bool = False) -> list[DTensor]:
     """Moves items in batches, one for all items whose two meshes together have the same ranks.
 
-    Returns the results in order; they are differentiable.
+    Returns the results in order; they are differentiable. Ranks compare the items that require gradients. In a
+    backward all count, because some ranks may have gradients to differentiate that others have not.
     """
     batches: dict[tuple[int, ...], list[int]] = {}
     for i, item in enumerate(items):
@@ -69,7 +70,8 @@ def _move(items: Sequence[_Item], options: Mapping[str, Any]) -> list[DTensor]:
     results: dict[int, DTensor] = {}
     for ranks, indices in batches.items():
         batch = [items[i] for i in indices]
-        tracked = [i for i, (x, _, _) in enumerate(batch) if x.requires_grad] if torch.is_grad_enabled() else []
+        is_recorded = torch.is_grad_enabled()
+        tracked = [i for i, (x, _, _) in enumerate(batch) if is_recorded and (in_backward or x.requires_grad)]
         moved: list[DTensor] = []
         if tracked:
             xs = [batch[i].x for i in tracked]
@@ -111,7 +113,7 @@ class _RedistributeMany(torch.autograd.Function):
     @dynamo.skipped
     def backward(ctx: Any, *gradients: DTensor | None) -> tuple[DTensor | None, ...]:
         items = [_gradient_item(g, source, target) for g, (source, target) in zip(gradients, ctx.specs, strict=True)]
-        return None, None, None, None, None, *_move(items, ctx.options)
+        return None, None, None, None, None, *_move(items, ctx.options, in_backward=True)
 
 
 def _gradient_item(gradient: DTensor | None, source: DTensorSpec, target: DTensorSpec) -> _Item:

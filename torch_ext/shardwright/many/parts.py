@@ -51,7 +51,8 @@ class _RedistributeMany(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         items = [(gradient, *pair) for gradient, pair in zip(gradients, ctx.pairs, strict=True)]
         options = {**ctx.options, "group": ctx.options["group"].get()}
-        tracked = [i for i, x in enumerate(gradients) if x.requires_grad] if torch.is_grad_enabled() else []
-        moved = redistribute(items, tracked, options) if tracked else redistribute_parts(items, **options)
-        assert isinstance(moved, list)
+        if torch.is_grad_enabled():  # ranks compare the tracked items, but not all may have gradients to differentiate
+            moved: Any = redistribute(items, range(len(items)), options)
+        else:
+            moved = redistribute_parts(items, **options)
         return None, None, None, None, *(x.reshape(shape) for x, shape in zip(moved, ctx.shapes, strict=True))
