@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 import meshes
 import oracle
 import shardwright as sw
+from compilers import fresh_compilers
 from pool import Pool
 from shardwright.dtensor import redistribute
 from shardwright.runtime import executables, groups
@@ -219,6 +221,31 @@ def _slices() -> None:
 
 def test_slices_share_executables_and_flattened_meshes_have_groups(pool: Pool) -> None:
     pool.run(_slices, WORLD)
+
+
+def _compiled_on_unsorted_ranks() -> None:
+    """Compiled redistributes find the groups of the mesh, whose ranks are not ascending, as eager ones do."""
+    ranks = torch.tensor([[3, 1], [0, 2]])
+    mesh = DeviceMesh(meshes.device, ranks, mesh_dim_names=("a", "b"), preserve_rank_order=True)
+    full = oracle.global_tensor(SHAPE, torch.float32, 0)
+    at = ranks.flatten().tolist().index(dist.get_rank())
+    x = DTensor.from_local(full.chunk(WORLD)[at].contiguous(), mesh, [S(0), S(0)], run_check=False)
+
+    def move(x: DTensor) -> torch.Tensor:
+        return x.redistribute(placements=[R, R]).to_local()
+
+    with sw.enabled(strict=True), fresh_compilers():
+        compiled = torch.compile(move, backend="aot_eager", fullgraph=True)
+        for function in (compiled, move):
+            assert torch.equal(function(x), full)
+
+
+@pytest.mark.skipif(
+    "preserve_rank_order" not in inspect.signature(DeviceMesh.__init__).parameters,
+    reason="this torch sorts the ranks of groups",
+)
+def test_compiled_redistributes_on_unsorted_ranks(pool: Pool) -> None:
+    pool.run(_compiled_on_unsorted_ranks, WORLD)
 
 
 def _sharing() -> None:

@@ -260,8 +260,8 @@ def _owner_on_mesh(owner: Owner, ranks: Sequence[int]) -> Owner:
 
 
 def _ranks_of_name(name: str) -> tuple[int, ...]:
-    """Returns the global ranks of the process group with this name."""
-    return tuple(dist.get_process_group_ranks(distributed_c10d._resolve_process_group(name)))
+    """Returns the global ranks of the process group with this name, ascending."""
+    return tuple(sorted(dist.get_process_group_ranks(distributed_c10d._resolve_process_group(name))))
 
 
 def _groups_of(owner: Owner) -> Iterator[dist.ProcessGroup]:
