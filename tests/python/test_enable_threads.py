@@ -9,11 +9,17 @@ import threading
 import time
 import types
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
-from torch.distributed.tensor import DTensor, _redistribute
+import torch
+from torch.distributed.tensor import DTensor, Replicate, _redistribute
 
+import dtensors
 import shardwright as sw
+from meshes import get_mesh
+from pool import Pool
 from shardwright.dtensor import mode as modes
 from shardwright.dtensor import patch
 
@@ -181,6 +187,40 @@ def test_switches_within_a_block_end_with_it() -> None:
         sw.enable(strict=True)
         assert _mode() == "strict" and _is_bound()
     assert _mode() == "off"
+
+
+def _during_a_call() -> None:
+    """During `sw.redistribute`, other threads have their own mode, and the end of theirs does not end this one."""
+    full = torch.arange(24.0).view(6, 4)
+    x = dtensors.distribute(full, get_mesh((2,)), ["S(0)"]).detach().requires_grad_()
+    seen = []
+
+    def look(**options: Any) -> DTensor:
+        with ThreadPoolExecutor(1) as other:
+            seen.append((modes.mode_in_effect(), other.submit(modes.mode_in_effect).result(60)))
+            if not seen[-1][1].on:
+                other.submit(sw.enable).result(60)
+                other.submit(sw.disable).result(60)
+        return DTensor.redistribute(x, **options)
+
+    x.redistribute = look  # type: ignore[method-assign]
+    for options in ({}, {"make_groups": False}, {"views": True}):
+        with sw.enabled(**options) if options else contextlib.nullcontext():  # type: ignore[arg-type]
+            outside = modes.current()
+            for _ in range(2):
+                sw.reset_stats()
+                y = sw.redistribute(x, [Replicate()])
+                assert seen.pop() == (outside._replace(on=True, strict=True), outside)
+                assert modes.current() is outside and modes.mode_in_effect() is outside
+                assert torch.equal(y.to_local(), full)
+        y.to_local().sum().backward()
+        assert sw.stats()["calls"] == 2 and sw.stats()["fallbacks"] == 0
+        assert x.grad is not None and torch.equal(x.grad.to_local(), torch.ones(3, 4))  # type: ignore[attr-defined]
+        x.grad = None
+
+
+def test_redistribute_by_function_changes_no_other_thread(pool: Pool) -> None:
+    pool.run(_during_a_call, 2)
 
 
 def test_failed_enable_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,6 +117,9 @@ def redistribute(
 ) -> DTensor:
     """Runs `x.redistribute(...)` with shardwright, whether or not it is enabled. Raises instead of falling back.
 
+    Changes no other redistributes, also not those of other threads at the same time. While shardwright is enabled with
+    ``make_groups=False``, missing process groups are an error. In compiled code the call breaks the graph.
+
     Args:
         x: the DTensor; it is not changed.
         placements: one per mesh dim of the result.
@@ -142,9 +145,21 @@ def redistribute(
     argument_checks.check_dtype("backward_dtype", backward_dtype)
     if mesh is not None and crossing.is_other_mesh(x, mesh):
         return crossing.redistribute(
-            x, mesh, placements, async_op=async_op, forward_dtype=forward_dtype, backward_dtype=backward_dtype
+            x,
+            mesh,
+            placements,
+            async_op=async_op,
+            forward_dtype=forward_dtype,
+            backward_dtype=backward_dtype,
+            make_groups=modes.current().make_groups,
         )
-    with enabled(strict=True):
+    with _lock:
+        patch.install()
+        before = modes.begin_call()
+    try:
         return x.redistribute(
             placements=placements, async_op=async_op, forward_dtype=forward_dtype, backward_dtype=backward_dtype
         )
+    finally:
+        with _lock:
+            modes.end_call(before)

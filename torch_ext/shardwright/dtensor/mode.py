@@ -1,11 +1,12 @@
-"""The mode of the drop-in: for the process, within the blocks of its threads, and for a backward.
+"""The mode of the drop-in: for the process, within the blocks of its threads, for one call, and for a backward.
 
 The drop-in is the replacement of PyTorch's functions by `sw.enable` (drop_in.py). A block is the body of a
 ``with sw.enabled(...)`` statement, or the rest of the process.
 
-Outside of autograd, the current mode decides. A backward uses the mode of its forward. The node of an explicit
-redistribute stores the mode; for an implicit one, the node's sequence number tells when it was made. Sequence numbers
-are counted per thread, so if several threads changed the mode, a backward uses the changes of its own thread.
+A call of `sw.redistribute` turns the drop-in on for its own thread. Elsewhere, the current mode decides outside of
+autograd. A backward uses the mode of its forward. The node of an explicit redistribute stores the mode; for an implicit
+one, the node's sequence number tells when it was made. Sequence numbers are counted per thread, so if several threads
+changed the mode, a backward uses the changes of its own thread.
 
 Callers that change anything here must hold the lock of drop_in.py.
 """
@@ -73,8 +74,34 @@ def block_of_this_thread() -> Block:
 
 
 def is_on_anywhere() -> bool:
-    """Returns True if the drop-in is on in any block."""
-    return any(block.mode.on for block in _blocks)
+    """Returns True if the drop-in is on in any block or call."""
+    return _num_calls > 0 or any(block.mode.on for block in _blocks)
+
+
+class _OfCall(threading.local):
+    """The mode of the call that runs on this thread; None outside of calls."""
+
+    mode: Mode | None = None
+
+
+_of_call = _OfCall()
+_num_calls = 0  # calls that run, on all threads
+
+
+def begin_call() -> Mode | None:
+    """Begins a call, which turns the drop-in on for this thread, in strict mode. Returns the argument of `end_call`."""
+    global _num_calls
+    _num_calls += 1
+    before = _of_call.mode
+    _of_call.mode = _current._replace(on=True, strict=True)
+    return before
+
+
+def end_call(before: Mode | None) -> None:
+    """Ends a call."""
+    global _num_calls
+    _num_calls -= 1
+    _of_call.mode = before
 
 
 class _ModeHistory:
@@ -134,11 +161,14 @@ def apply(mode: Mode) -> None:
 
 def allows_shortcut() -> bool:
     """Returns True if calls outside of autograd may skip PyTorch's method: the drop-in is on and may make groups."""
-    return _current.on and _current.make_groups
+    mode = _of_call.mode or _current
+    return mode.on and mode.make_groups
 
 
 def mode_in_effect() -> Mode:
     """Returns the mode that applies to a redistribute now: in a backward, the mode of its forward."""
+    if (of_call := _of_call.mode) is not None:
+        return of_call
     node = torch._C._current_autograd_node()
     if node is None:
         return _current
