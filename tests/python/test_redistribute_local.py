@@ -246,6 +246,14 @@ def _lazy_views() -> None:
     assert negative.is_neg()
     src, dst = (sw.Layout(mesh, (8, 3), [p], "float32") for p in ("S(0)", "R"))
     assert torch.equal(sw.redistribute_local(negative, src, dst), -full.imag)
+    whole = torch.zeros(8, 3, dtype=torch.complex64)
+    for out, kind, dtype in ((whole.conj(), "conjugated", "complex64"), (whole.conj().imag, "negated", "float32")):
+        src, dst = (sw.Layout(mesh, (8, 3), [p], dtype) for p in ("S(0)", "R"))
+        with pytest.raises(
+            ValueError, match=f"out must be a tensor whose memory holds its elements, got a {kind} view"
+        ):
+            sw.redistribute_local(local if kind == "conjugated" else negative, src, dst, out=out)
+    assert not whole.any()
 
 
 def test_lazy_views_are_resolved(pool: Pool) -> None:
