@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -299,6 +301,28 @@ def _saved_for_backward() -> None:
 
 def test_out_bumps_version_for_autograd(pool: Pool) -> None:
     pool.run(_saved_for_backward, 2)
+
+
+def _transforms() -> None:
+    src, dst = (sw.Layout(sw.Mesh({"a": 2}), (4,), [p]) for p in ("S(0)", "R"))
+    local = torch.ones(2)
+    move = functools.partial(sw.redistribute_local, src=src, dst=dst)
+
+    def move_list(local: torch.Tensor) -> Any:
+        return sw.redistribute_many([(local, src, dst)])
+
+    for _ in range(2):
+        for transform, inputs in ((torch.func.functionalize, local), (torch.func.vmap, torch.ones(3, 2))):
+            with pytest.raises(ValueError, match=r"local must be a plain torch\.Tensor, got a tensor under "):
+                transform(move)(inputs)
+            with pytest.raises(RuntimeError, match="must be called outside of transforms of torch.func"):
+                transform(move_list)(inputs)
+        assert torch.equal(move(local), torch.ones(4))  # the second iteration finds these in the cache
+        assert torch.equal(move_list(local)[0], torch.ones(4))
+
+
+def test_transforms_are_refused(pool: Pool) -> None:
+    pool.run(_transforms, 2)
 
 
 def _tangents() -> None:

@@ -75,11 +75,15 @@ def redistribute_many(
         ValueError: an argument is not allowed, or ranks pass different arguments. When layouts are first used, all
             ranks raise, and nothing was sent.
         RuntimeError: the arguments of another rank are not allowed; torch.distributed is not initialized; a graph is
-            being made by `torch.export` or ``make_fx``.
+            being made by `torch.export` or ``make_fx``, or a transform of `torch.func` is active.
         torch.distributed.DistBackendError: a transfer failed or timed out.
     """
     if _are_we_tracing():
         raise RuntimeError("redistribute_many must be called outside of graphs of torch.export and make_fx")
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise RuntimeError(
+            "redistribute_many must be called outside of transforms of torch.func, such as functionalize"
+        )
     buffers: dict[str, Any] = {"bucket_bytes": bucket_bytes, "buckets": buckets}
     where: dict[str, Any] = {"group": group, "device": device}
     tensors = [_first(item) for item in items] if isinstance(items, list | tuple) else []

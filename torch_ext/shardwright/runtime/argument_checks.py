@@ -20,6 +20,8 @@ def check_tensor(argument: str, value: Any) -> None:
     """Checks that the argument is a plain tensor: not a subclass, not nested, strided, and on CPU or CUDA."""
     if not isinstance(value, torch.Tensor) or torch._C._dispatch_keys(value).has("Python"):
         raise argument_error(argument, "a plain torch.Tensor", f"a {type(value).__name__}")
+    if torch._is_functional_tensor(value):
+        raise argument_error(argument, "a plain torch.Tensor", "a tensor under torch.func.functionalize")
     if value.is_nested:
         raise argument_error(argument, "a plain tensor, such as a part of unbind()", "a nested tensor")
     if value.layout is not torch.strided:
@@ -29,8 +31,12 @@ def check_tensor(argument: str, value: Any) -> None:
 
 
 def check_movable(argument: str, value: Any) -> None:
-    """Checks that the argument is a plain tensor without a forward-mode tangent, which a move would drop."""
+    """Checks that the argument is a plain tensor, outside of transforms such as `torch.func.vmap`, without a
+    forward-mode tangent, which a move would drop.
+    """
     check_tensor(argument, value)
+    if torch._C._functorch.is_functorch_wrapped_tensor(value):
+        raise argument_error(argument, "a plain torch.Tensor", "a tensor under a transform of torch.func")
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(value).tangent is not None:
         raise argument_error(argument, "without a forward-mode tangent", "a tensor with one; use .detach()")
 

@@ -52,7 +52,8 @@ def redistribute_local(
     Raises:
         ValueError: `local` contradicts `src`, or `out` contradicts `dst`; `local` is None, without `device_mesh`, where
             the group has backends for CPU and for an accelerator; `local` is nested, sparse or on a device other than
-            CPU and CUDA; the layouts contradict each other; an argument has the wrong type.
+            CPU and CUDA, or is inside a transform of `torch.func`; the layouts contradict each other; an argument has
+            the wrong type.
         RuntimeError: torch.distributed is not initialized.
         torch.distributed.DistBackendError: a transfer failed or timed out; the message names rank, plan, step and
             group.
@@ -246,6 +247,7 @@ class _CachedExecutable:
             and local.device == self.device
             and not (local.requires_grad and torch.is_grad_enabled())
             and forward_ad._current_level < 0
+            and not torch._C._functorch.is_functorch_wrapped_tensor(local)
         )
 
 
