@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import meshes
 import shardwright as sw
-from fsdp_models import batch, flat_fully_shard, loss_of, part, without_packing
+from fsdp_models import Mlp, batch, flat_fully_shard, full, loss_of, part, shard, without_packing
 from meshes import get_mesh
 from pool import Pool
 from shardwright.fsdp import packing
@@ -127,3 +127,21 @@ def _choice() -> None:
 
 def test_large_tensors_have_their_own_messages(pool: Pool) -> None:
     pool.run(_choice, 2)
+
+
+def _packing_after_schedule() -> None:
+    model = shard(Mlp().to(meshes.device), sw.fully_shard, get_mesh((2,)))
+    whole = Mlp().to(meshes.device)
+    for step in range(4):
+        with without_packing() if step < 2 else contextlib.nullcontext():
+            loss_of(model, batch(step).to(meshes.device)).backward()
+        loss = torch.stack([loss_of(whole, batch(step, rank).to(meshes.device)) for rank in range(2)]).mean()
+        expected = torch.autograd.grad(loss, list(whole.parameters()))
+        for p, gradient in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(full(p.grad), gradient, rtol=1e-4, atol=1e-6)
+        model.zero_grad()
+
+
+def test_schedules_stay_valid_when_more_weights_share_messages(pool: Pool) -> None:
+    """A measurement of links can make more weights small. Their message does not overwrite weights of other units."""
+    pool.run(_packing_after_schedule, 2)

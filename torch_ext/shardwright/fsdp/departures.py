@@ -158,12 +158,12 @@ def run_transfers(
 
     reduce(uses.start - 1, num_reduced)
     for index in uses:
-        for unit_index, offset_bytes, _ in () if has_gathered else plan.gathers.get(index, ()):
+        for unit_index, place, _ in () if has_gathered else plan.gathers.get(index, ()):
             unit = units[unit_index]
             if not unit.is_resident and unit.unit_options.keep_between_steps:
                 unit.start_gather_alone()
             elif not unit.is_resident:
-                unit.start_gather(arena, offset_bytes)
+                unit.start_gather(arena[place])
         has_gathered = False
         for unit_index in plan.uses[index].units:
             if not units[unit_index].is_resident:

@@ -405,8 +405,8 @@ class Runner(Departures):
         if index > 0 and not all(self.units[unit].is_prepared for unit, *_ in gathered):
             self._leave_schedule(index, f"{self._text_of(use)}, after a write")
         self._activations.begin_use(index, self._plan is not None)
-        for unit, offset, in_chunks in gathered if self._plan is not None else ():
-            self._gather_ahead(self.units[unit], offset, self._chunked_units[unit] if in_chunks else None)
+        for unit, place, in_chunks in gathered if self._plan is not None else ():
+            self._gather_ahead(self.units[unit], place, self._chunked_units[unit] if in_chunks else None)
         resident = (self.units[unit] for unit in use.units if self.units[unit].is_resident)
         if self._plan is not None and any(unit.is_stale for unit in resident):
             self._leave_schedule(index, f"{self._text_of(use)}, written since their gather", has_gathered=True)
@@ -424,8 +424,8 @@ class Runner(Departures):
         """Returns a text of a use, for errors."""
         return f"{use.kind} of {', '.join(self.units[unit].name for unit in use.units)}"
 
-    def _gather_ahead(self, unit: Unit, offset_bytes: int, chunks: ChunkedUnit | None) -> None:
-        """Starts a scheduled gather at an offset in the arena. `chunks`: weights to gather in chunks during the use."""
+    def _gather_ahead(self, unit: Unit, place: slice, chunks: ChunkedUnit | None) -> None:
+        """Starts a scheduled gather in a range of the arena. `chunks`: weights to gather in chunks during the use."""
         if unit.is_resident and not unit.is_stale:
             return  # gathered by `unshard`, or in the previous step
         if unit.is_resident:
@@ -434,7 +434,7 @@ class Runner(Departures):
         if unit.unit_options.keep_between_steps:
             unit.start_gather_alone()
         else:
-            unit.start_gather(self._arena, offset_bytes)
+            unit.start_gather(self._arena[place])
 
     def _gather_now(self, needed: Iterable[int], in_chunks: set[int]) -> None:
         """Waits for the gathers of these units, and starts those that were not started ahead.

@@ -377,16 +377,17 @@ class Plan:
         self.uses = uses  # the recorded sequence
         self.schedule = schedule
         self.timed = timed  # the times it was made from; None if no step was timed
-        self.gathers: dict[int, list[tuple[int, int, bool]]] = {}  # by use: unit, arena offset in bytes, in chunks
+        # By use: unit, range of bytes in the arena, in chunks.
+        self.gathers: dict[int, list[tuple[int, slice, bool]]] = {}
         self.releases: dict[int, list[int]] = {}  # by use after which they are released: units
         self.finishes: dict[tuple[int, int], int] = {}  # by unit and use that starts a reduction: its last use
         unit_of = units_of(schedule)
         # By use: units gathered in chunks.
         self.gathers_in_chunks = [{unit_of[w] for w in weights if unit_of[w] != w} for weights, *_ in schedule.uses]
         self.reduces_in_chunks: list[set[int]] = [set() for _ in schedule.uses]  # by use: units
-        offsets = [offset for *_, offset in schedule.buffers]
+        places = [slice(offset, offset + size) for *_, size, offset in schedule.buffers]
         for weight, buffer, start, *_ in schedule.gathers:
-            self.gathers.setdefault(start, []).append((unit_of[weight], offsets[buffer], unit_of[weight] != weight))
+            self.gathers.setdefault(start, []).append((unit_of[weight], places[buffer], unit_of[weight] != weight))
         self.copies: dict[int, tuple[int, int]] = {}  # by unit: arena offset of its kept copy, and the copy's last use
         for weight, is_kept_copy, _, last, _, offset in schedule.buffers:
             if is_kept_copy:

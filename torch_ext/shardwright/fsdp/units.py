@@ -188,7 +188,7 @@ class Unit:
         """The predicted time to reduce all gradients of the unit, in picoseconds."""
         return reduce_cost(self.weights).ps
 
-    def start_gather(self, memory: torch.Tensor, offset_bytes: int = 0) -> None:
+    def start_gather(self, memory: torch.Tensor) -> None:
         """Starts to gather into `memory`: from the kept copy if it is up to date, otherwise from the shards."""
         if self.runner is not None and (runner := self.runner()) is not None:
             runner.note_gather(self)
@@ -199,7 +199,7 @@ class Unit:
         self._gathered_from = versions
         scaled = (weight for weight in self.weights if weight.gather.format.needs_amax)
         set_scales(weight.scale_request for weight in scaled if weight.gather.needs_scale(weight.source))
-        batch = MoveBatch()
+        offset_bytes, batch = 0, MoveBatch()
         with contextlib.nullcontext() if self.host_copies is None else self.host_copies.on_h2d_stream():
             for weight in self.weights:
                 if self.chunked_gather is not None and self.chunked_gather.has(weight):
