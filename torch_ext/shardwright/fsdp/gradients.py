@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from .._native import _planner
 from ..layouts.layout import Layout
 from . import extensions
+from .agreed_layouts import AgreedLayout
 from .formats import Dtypes, with_dtype
 from .gather import Move
 from .layouts import Layouts
@@ -62,13 +63,14 @@ class Gradients:
     the replicas yet.
     """
 
-    def __init__(self, dtypes: Dtypes, shards: _planner.Layout, move: Move) -> None:
+    def __init__(self, dtypes: Dtypes, layouts: Layouts, move: Move) -> None:
         self.dtypes = dtypes
+        self.agreed = AgreedLayout(layouts, move)  # the layout of all gradients that are reduced
         self._accumulated: tuple[torch.Tensor, _planner.Layout] | None = None  # the accumulated gradient
         # A shard that is not reduced over the replicas yet.
         self._partial_reduced: tuple[torch.Tensor, _planner.Layout] | None = None
         self._reduced_in_chunks: torch.Tensor | None = None  # part that was reduced in chunks in this backward
-        self._shards, self._move = with_dtype(shards, dtypes.reduce), move
+        self._shards, self._move = with_dtype(layouts.store, dtypes.reduce), move
         # By layout of the full gradient, and whether gradients are averaged.
         self._reduction_layouts: dict[tuple[_planner.Layout, bool], _ReductionLayouts] = {}
         # Key and value of the latest entry of `_reduction_layouts`.
@@ -91,10 +93,10 @@ class Gradients:
         """True if a gradient or shard is kept for a later backward."""
         return self._accumulated is not None or self._partial_reduced is not None
 
-    @property
-    def latest_layout(self) -> _planner.Layout | None:
-        """The layout of the gradient that was reduced last; None before the first reduction."""
-        return self._latest[0]
+    def agree(self, code: int) -> None:
+        """Sets the layout of later reductions, by its number. A kept shard keeps it until the shard is reduced."""
+        if self._partial_reduced is None:
+            self.agreed.adopt(code)
 
     def accumulate(self, gradient: torch.Tensor, layout: _planner.Layout) -> None:
         """Adds a full gradient to the accumulated one."""
@@ -142,7 +144,7 @@ class Gradients:
             gradient, self._accumulated = self._accumulated, None
         if gradient is None:
             return None
-        full, layout = gradient
+        full, layout = self.agreed.conform(*gradient, self.dtypes.reduce), self.agreed.layout
         layouts = self._layouts_for(layout, divide_by is None)
         # One move also reduces over replicas, unless a kept shard must be added first or ranks sum contributions.
         is_complete = over_replicas and self._partial_reduced is None and layouts.src is None
@@ -399,6 +401,14 @@ class GradientMixin:
         """True if this rank has a gradient from autograd, or an accumulated one, that is not reduced yet."""
         return self.unsharded.grad is not None or self.gradients.has_accumulated
 
+    @property
+    def layout_code(self) -> int:
+        """The number of the layout of this rank's latest gradient (agreed_layouts.py)."""
+        agreed, gradient = self.gradients.agreed, self.unsharded.grad
+        if agreed.own_dims and gradient is not None:
+            agreed.latest = self.layouts.gradient_and_layout(gradient)[1]
+        return agreed.code
+
     def start_reduction(
         self, over_replicas: bool, divide_by: float | None, move: Move, drops_result: bool
     ) -> list[PendingReduction]:
@@ -422,8 +432,8 @@ class GradientMixin:
         return in_chunks if pending is None else [*in_chunks, pending]
 
     def _zeros(self) -> tuple[torch.Tensor, _planner.Layout]:
-        """Returns a gradient of zeros with the layout of the latest gradient."""
-        layout = self.gradients.latest_layout or self.layouts.usual_gradient
+        """Returns a gradient of zeros in the layout of the other ranks' gradients."""
+        layout = self.gradients.agreed.layout
         shape = layout.local_shape(dist.get_rank())
         return torch.zeros(shape, dtype=self.unsharded.dtype, device=self.memory.device), layout
 
@@ -439,6 +449,7 @@ class GradientMixin:
         if gradient is None:
             return None
         gradient, layout = self.layouts.gradient_and_layout(gradient)
+        self.gradients.agreed.latest = layout
         return extensions.as_plain(gradient), layout
 
     def add_reduced_gradient(self, part: torch.Tensor) -> None:

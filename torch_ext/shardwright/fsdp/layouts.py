@@ -108,7 +108,7 @@ class Layouts:
             self.kept = self._layout(mesh, self._placements(choice.keep, data.own, sizes)), self.use
         elif choice.keep_ranks is not None:
             self.kept = self._kept_over(choice.keep_ranks, choice.shards)
-        self._gradients: dict[tuple[Placement, ...], Layout] = {}  # results of `_gradient_layout`
+        self._gradients: dict[tuple[Placement, ...], Layout] = {}  # results of `gradient_layout`
 
     def as_parameter(self, part: torch.Tensor, host_copies: HostCopies | None) -> DTensor:
         """Returns a shard in layout `store` as the DTensor that modules have, in host memory with `host_copies`."""
@@ -138,14 +138,19 @@ class Layouts:
             gradient = gradient._local_tensor
         if isinstance(gradient, AsyncCollectiveTensor):
             gradient = gradient.wait()
-        return gradient, self._gradient_layout(own)
+        return gradient, self.gradient_layout(own)
 
     @property
     def usual_gradient(self) -> Layout:
         """The layout of a gradient with the placements of the weight in use."""
-        return self._gradient_layout(self._plain_gradient or self._own_placements)
+        return self.gradient_layout(self.usual_gradient_placements)
 
-    def _gradient_layout(self, own: tuple[Placement, ...]) -> Layout:
+    @property
+    def usual_gradient_placements(self) -> tuple[Placement, ...]:
+        """The placements of the weight in use on the parameter's own mesh dims, as gradients have them."""
+        return self._plain_gradient or self._own_placements
+
+    def gradient_layout(self, own: tuple[Placement, ...]) -> Layout:
         """Returns layout `grad`. `own`: the gradient's placements on the parameter's own mesh dims."""
         layout = self._gradients.get(own)
         if layout is None:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 import torch
 
+from .agreed_layouts import NUM_CODES
 from .comparisons import Comparisons, WeightIndex
 from .gradients import Reduction
 from .reads import written_error
@@ -109,13 +110,17 @@ class Reductions:
                 error = written_error(f"parameters of {unit.name} were")
                 self.comparisons.error = self.comparisons.error or error
         states |= self.comparisons.compare(event, is_end=True, tables=states)
+        is_captured = self.comparisons.is_captured
         for mesh, indices in self.comparisons.on_mesh.items():
-            for index, state in zip(indices, states[mesh], strict=True):
+            for index, byte in zip(indices, states[mesh], strict=True):
+                state, code = divmod(byte, NUM_CODES)
                 if state > 0:
                     self._used.add(index)
+                if state > 0 and not is_captured:
+                    self._weight(index).gradients.agree(code)
                 if state == 2:
                     late.setdefault(index[0], []).append(index[1])
-        if self.comparisons.is_captured and late:
+        if is_captured and late:
             names = [self._weight((unit, which)).name for unit, several in late.items() for which in several]
             raise RuntimeError(
                 "the captured backward must use the same weights as the steps before the capture, got gradients also "
@@ -128,7 +133,11 @@ class Reductions:
         return self._units[index[0]].weights[index[1]]
 
     def _state(self, index: WeightIndex) -> int:
-        """Returns 2 if this rank must still reduce a gradient of the weight, 1 if it only had one, 0 if it had none."""
+        """Returns a byte: a state times NUM_CODES, plus the number of the layout of the gradient.
+
+        The state is 2 if this rank must still reduce a gradient of the weight, 1 if it only had one, 0 if it had none.
+        """
         weight = self._weight(index)
         must_reduce = weight.has_gradient and self._units[index[0]].unit_options.reduces
-        return 2 if must_reduce else int(weight.had_gradient)
+        state = 2 if must_reduce else int(weight.had_gradient)
+        return NUM_CODES * state + (weight.layout_code if state > 0 else 0)

@@ -105,7 +105,7 @@ class Weight(GradientMixin):
         self._part_device_type, self._dtype = self.part.device.type, self.part.dtype
         device = self.part.device if self.part.is_meta else self._device
         self.gather = WeightGather(dtypes.gathers, dtypes.use, self.shards, self.moves, device)
-        self.gradients = Gradients(dtypes, self.store, self.moves)
+        self.gradients = Gradients(dtypes, layouts, self.moves)
         self.is_replicated = (
             self.store is not self.shards and self.shards == self.use and dtypes.is_shard_dtype(self._dtype)
         )

@@ -1,0 +1,67 @@
+"""Gradients under `sw.fully_shard` of weights that some ranks or backwards do not use, against unsharded models."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+
+import shardwright as sw
+from fsdp_models import full
+from meshes import get_mesh
+from pool import Pool
+
+WIDTH = 8
+
+
+class Routed(nn.Module):
+    """Uses one of two norms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
+        for p in self.parameters():
+            nn.init.normal_(p)
+
+    def forward(self, x: Any, which: int) -> Any:
+        return self.norms[which](x)
+
+
+def _check_gradients(model: nn.Module, expected: nn.Module) -> None:
+    for p, q in zip(model.parameters(), expected.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None)
+        if q.grad is not None:
+            torch.testing.assert_close(full(p.grad), q.grad, rtol=1e-4, atol=1e-5)
+    model.zero_grad()
+    expected.zero_grad()
+
+
+def _routes_over_tensor_parallelism(differs_in_step: int) -> None:
+    """Gradients of sequence-parallel norms are pending sums over tensor-parallel ranks, which zeros must be too."""
+    mesh = get_mesh((2, 2))
+    rank, own = mesh.get_local_rank("a"), mesh.get_local_rank("b")
+    model: Any = Routed()
+    expected = copy.deepcopy(model)
+    parallelize_module(model, mesh["b"], {f"norms.{i}": SequenceParallel() for i in range(2)})
+    sw.fully_shard(model, mesh=mesh["a"])
+    for step in range(4):
+        routes = (0, 1) if step >= differs_in_step else (step % 2, step % 2)
+        for data_rank, which in enumerate(routes):
+            x = torch.randn(2, 4, WIDTH, generator=torch.Generator().manual_seed(10 * step + data_rank))
+            (expected(x, which).pow(3).sum() / 2).backward()
+            if data_rank == rank:
+                y = model(DTensor.from_local(x.chunk(2, 1)[own], mesh["b"], [Shard(1)]), which)
+                y.pow(3).sum().full_tensor().backward()
+        _check_gradients(model, expected)
+
+
+@pytest.mark.cpu_only("the rules do not depend on the device")
+@pytest.mark.parametrize("differs_in_step", [0, 1, 2])
+def test_ranks_may_use_different_weights_over_tensor_parallelism(pool: Pool, differs_in_step: int) -> None:
+    pool.run(_routes_over_tensor_parallelism, 4, differs_in_step)
