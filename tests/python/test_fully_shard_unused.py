@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
@@ -65,3 +66,28 @@ def _routes_over_tensor_parallelism(differs_in_step: int) -> None:
 @pytest.mark.parametrize("differs_in_step", [0, 1, 2])
 def test_ranks_may_use_different_weights_over_tensor_parallelism(pool: Pool, differs_in_step: int) -> None:
     pool.run(_routes_over_tensor_parallelism, 4, differs_in_step)
+
+
+def _keeps_over_replicas(ends: str) -> None:
+    mesh = get_mesh((2, 2))
+    model: Any = Routed()
+    expected = copy.deepcopy(model)
+    for module in (*model.norms, model):
+        sw.fully_shard(module, mesh=mesh)
+    for step in range(2):
+        for which in range(2):
+            model.set_requires_all_reduce(ends == "backward" and which == 1)
+            batches = torch.randn(4, 3, WIDTH, generator=torch.Generator().manual_seed(10 * step + which))
+            model(batches[dist.get_rank()], which).pow(3).sum().backward()
+            (expected(batches, which).pow(3).sum() / 4).backward()
+        if ends == "finalize_backward":
+            assert all(p.grad is None for p in model.parameters())
+            model.set_requires_all_reduce(True)
+            model.finalize_backward()
+        _check_gradients(model, expected)
+
+
+@pytest.mark.parametrize("ends", ["backward", "finalize_backward"])
+def test_gradients_that_wait_for_replicas_are_reduced(pool: Pool, ends: str) -> None:
+    """HSDP: the backward or call that reduces over replicas also reduces units that it does not run."""
+    pool.run(_keeps_over_replicas, 4, ends)

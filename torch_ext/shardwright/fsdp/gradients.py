@@ -89,6 +89,11 @@ class Gradients:
         return self._accumulated is not None
 
     @property
+    def has_partial_reduced(self) -> bool:
+        """True if there is a shard that is not reduced over the replicas yet."""
+        return self._partial_reduced is not None
+
+    @property
     def are_pending(self) -> bool:
         """True if a gradient or shard is kept for a later backward."""
         return self._accumulated is not None or self._partial_reduced is not None

@@ -103,6 +103,9 @@ class Reductions:
         """
         late: dict[int, list[int]] = {}  # by unit: weights that were not reduced yet
         self._used = set()
+        complete = [unit for unit in self._units if unit.unit_options.reduces_over_replicas]
+        if any(weight.gradients.has_partial_reduced for unit in complete for weight in unit.weights):
+            self.finish()  # a reduction in flight may be that over the replicas
         states = {mesh: bytes(map(self._state, indices)) for mesh, indices in self.comparisons.on_mesh.items()}
         for unit in self._units:
             was_written = unit.is_resident and unit.is_stale and unit.unit_options.reduces
@@ -138,6 +141,8 @@ class Reductions:
         The state is 2 if this rank must still reduce a gradient of the weight, 1 if it only had one, 0 if it had none.
         """
         weight = self._weight(index)
-        must_reduce = weight.has_gradient and self._units[index[0]].unit_options.reduces
+        unit_options = self._units[index[0]].unit_options
+        is_kept = weight.gradients.has_partial_reduced and unit_options.reduces_over_replicas
+        must_reduce = (weight.has_gradient or is_kept) and unit_options.reduces
         state = 2 if must_reduce else int(weight.had_gradient)
         return NUM_CODES * state + (weight.layout_code if state > 0 else 0)
