@@ -91,3 +91,25 @@ def _keeps_over_replicas(ends: str) -> None:
 def test_gradients_that_wait_for_replicas_are_reduced(pool: Pool, ends: str) -> None:
     """HSDP: the backward or call that reduces over replicas also reduces units that it does not run."""
     pool.run(_keeps_over_replicas, 4, ends)
+
+
+def _freezes_before_the_backward() -> None:
+    """As a generator is trained through its discriminator, whose weights are frozen during the backward."""
+    mesh = get_mesh((2,))
+    model: Any = Routed()
+    expected = copy.deepcopy(model)
+    sw.fully_shard(model, mesh=mesh)
+    for step in range(3):
+        batches = torch.randn(2, 3, WIDTH, generator=torch.Generator().manual_seed(step))
+        output = model(batches[dist.get_rank()].clone().requires_grad_(), 0)
+        model.requires_grad_(False)
+        output.sum().backward()
+        model.requires_grad_(True)
+        model.zero_grad()
+        model(batches[dist.get_rank()], 0).pow(3).sum().backward()
+        (expected(batches, 0).pow(3).sum() / 2).backward()
+        _check_gradients(model, expected)
+
+
+def test_gradients_of_weights_that_were_frozen_before_the_backward_end(pool: Pool) -> None:
+    pool.run(_freezes_before_the_backward, 2)

@@ -402,6 +402,11 @@ class GradientMixin:
             self.unsharded.grad.add_(gradient)
 
     @property
+    def may_have_gradient(self) -> bool:
+        """True if the weight requires gradients, or did when the running step began to use it."""
+        return bool(self.sharded.requires_grad or self.unsharded.requires_grad)
+
+    @property
     def has_gradient(self) -> bool:
         """True if this rank has a gradient from autograd, or an accumulated one, that is not reduced yet."""
         return self.unsharded.grad is not None or self.gradients.has_accumulated
@@ -431,7 +436,7 @@ class GradientMixin:
         has_any = self.has_gradient or bool(in_chunks)
         self.had_gradient = self.had_gradient or has_any
         taken = self._pop_gradient()
-        if not has_any and self.sharded.requires_grad:
+        if not has_any:
             taken = self._zeros()
         pending = self.gradients.start(taken, over_replicas, divide_by, move)
         return in_chunks if pending is None else [*in_chunks, pending]

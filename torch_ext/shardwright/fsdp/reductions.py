@@ -80,7 +80,7 @@ class Reductions:
         """
         self.comparisons.compares_transfers = False
         reducing = [unit for unit in self._units if unit.unit_options.reduces]
-        if not any(weight.sharded.requires_grad for unit in reducing for weight in unit.weights):
+        if not any(weight.may_have_gradient for unit in reducing for weight in unit.weights):
             # With frozen weights alone this is the end of the step; otherwise a later backward compares on slow meshes.
             self.comparisons.compare(event, is_end=len(reducing) == len(self._units))
             return
