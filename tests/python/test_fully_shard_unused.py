@@ -113,3 +113,48 @@ def _freezes_before_the_backward() -> None:
 
 def test_gradients_of_weights_that_were_frozen_before_the_backward_end(pool: Pool) -> None:
     pool.run(_freezes_before_the_backward, 2)
+
+
+def _steps_in_hooks(order: tuple[int, ...]) -> None:
+    """An optimizer runs in hooks of parameters. Modules that run several times have several reductions in a backward.
+
+    `order`: the norm that each call uses.
+    """
+    mesh = get_mesh((2,))
+    model: Any = Routed()
+    expected = copy.deepcopy(model)
+    sw.fully_shard(model, mesh=mesh)
+    counts = [0, 0]
+
+    def step_in_hook(parameter: Any) -> None:
+        counts[0] += 1
+        with torch.no_grad():
+            parameter.mul_(0.9).sub_(0.1 * parameter.grad)
+        parameter.grad = None
+
+    def count(gradient: Any) -> None:
+        counts[1] += 1
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(step_in_hook)
+        p.register_hook(count)
+    for step in range(4):
+        batches = torch.randn(2, 3, WIDTH, generator=torch.Generator().manual_seed(step))
+        x, y = batches[dist.get_rank()].clone().requires_grad_(), batches
+        for which in order:
+            x, y = model(x, which), expected(y, which)
+        x.pow(3).sum().backward()
+        (y.pow(3).sum() / 2).backward()
+        with torch.no_grad():
+            for q in expected.parameters():
+                if q.grad is not None:
+                    q.mul_(0.9).sub_(0.1 * q.grad)
+                    q.grad = None
+        for p, q in zip(model.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(full(p), q, rtol=1e-3, atol=1e-5)
+    assert counts == [4 * 2 * len(set(order))] * 2
+
+
+@pytest.mark.parametrize("order", [(0,), (0, 0, 0), (0, 1), (0, 1, 0)], ids=str)
+def test_hooks_of_parameters_run_once_in_a_backward(pool: Pool, order: tuple[int, ...]) -> None:
+    pool.run(_steps_in_hooks, 2, order)

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from .._native import _planner
 from ..layouts.layout import Layout
@@ -26,8 +25,9 @@ from .agreed_layouts import AgreedLayout
 from .formats import Dtypes, with_dtype
 from .gather import Move
 from .layouts import Layouts
-from .offload import CopyToHost, HostCopies
+from .offload import HostCopies
 from .packing import DeferredWork
+from .write_back import GradientWriteBack, is_zero
 
 
 @dataclasses.dataclass
@@ -39,6 +39,7 @@ class PendingReduction:
     work: dist.Work | DeferredWork | None  # None: already done
     # Returns the part, from `received`; None if the part is kept until a later reduction over replicas.
     finish: Callable[[torch.Tensor], torch.Tensor | None]
+    is_deferred: bool = False  # this rank has contributed zeros; the end of the backward adds or drops the part
 
 
 class _ReductionLayouts(NamedTuple):
@@ -276,71 +277,11 @@ def _like(
     return Layout(layout.mesh, shape, placements, dtype, order, "literal", layout.flattened)
 
 
-# ---- write-back of reduced gradients to sharded parameters
-
-
-class GradientWriteBack:
-    """Adds reduced gradients to the gradient of a sharded parameter, and calls the parameter's hooks.
-
-    If the parameter is on the host, the gradient is first copied to the host. `finish` waits for the copy and adds it.
-    If the parameter has hooks, `add` itself waits for the copy.
-    """
-
-    def __init__(self, host_copies: HostCopies | None) -> None:
-        self._host_copies = host_copies
-        self._in_flight: list[CopyToHost] = []  # copies to the host in progress
-
-    def add(self, parameter: nn.Parameter, part: torch.Tensor) -> None:
-        """Adds a part to `parameter.grad`, or starts to copy it to the host."""
-        part = part.to(parameter.dtype)
-        if self._host_copies is None:
-            _add(parameter, part)
-            return
-        self._in_flight.append(self._host_copies.start_copy_to_host(part))
-        if _hooks_of(parameter):
-            self.finish(parameter)
-
-    def finish(self, parameter: nn.Parameter) -> None:
-        """Makes the host wait for the copies in progress, and adds them to the gradient."""
-        copies, self._in_flight = self._in_flight, []
-        for copy in copies:
-            _add(parameter, copy.wait())
-
-
-def _add(parameter: nn.Parameter, part: torch.Tensor) -> None:
-    """Adds a part to `parameter.grad`, with the parameter's hooks before and after, as autograd calls them."""
-    # `from_local` would check its arguments, which takes most of the time of a step with small weights.
-    spec = parameter._spec  # type: ignore[attr-defined]
-    gradient = DTensor(part, spec, requires_grad=False)  # type: ignore[call-arg]
-    for hook in (parameter._backward_hooks or {}).values():  # hooks of `register_hook`
-        replaced = hook(gradient)
-        gradient = gradient if replaced is None else replaced
-    if not isinstance(gradient, DTensor) or gradient.placements != spec.placements:
-        raise RuntimeError(
-            f"a hook of register_hook must return a gradient placed as {spec.placements}, got "
-            f"{getattr(gradient, 'placements', type(gradient).__name__)}"
-        )
-    if parameter.grad is None:
-        parameter.grad = gradient
-    elif parameter.grad.placements == spec.placements:  # type: ignore[attr-defined]
-        parameter.grad._local_tensor.add_(gradient._local_tensor)  # type: ignore[attr-defined]
-    else:  # of a loss on the DTensor itself: DTensor replicates gradients of dims of size 1
-        parameter.grad = parameter.grad.redistribute(placements=spec.placements) + gradient  # type: ignore[attr-defined]
-    for hook in _hooks_of(parameter):
-        hook(parameter)
-
-
-def _hooks_of(parameter: nn.Parameter) -> list[Any]:
-    """Returns the hooks of `register_post_accumulate_grad_hook`."""
-    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
-    return list(hooks.values()) if hooks else []
-
-
 @dataclasses.dataclass
 class Reduction:
     """The reductions of one unit's gradients in one backward."""
 
-    # Each reduction in progress, after the function that adds its result to the sharded parameter's gradient.
+    # Each reduction in progress, after the function that adds or defers its result (`add_reduced_gradient`).
     in_flight: list[tuple[Callable[[torch.Tensor], None], PendingReduction]]
 
     def finish(self) -> None:
@@ -377,6 +318,7 @@ class GradientMixin:
         self.is_expected = True  # some rank had a gradient in the latest backward that reduced its unit
         self.had_gradient = False  # this rank had a gradient since the last write-back to the sharded parameter
         self._deferred_parts: list[torch.Tensor] = []  # reduced gradients to which this rank has contributed zeros
+        self._was_written = False  # the running backward has added a part to the sharded parameter's gradient
         self._write_back = GradientWriteBack(host_copies)
         self._note_gradient: Callable[[torch.Tensor], None] | None = None
         self._watched: nn.Parameter | None = None  # the full parameter whose hook calls `_note_gradient`
@@ -439,6 +381,8 @@ class GradientMixin:
         if not has_any:
             taken = self._zeros()
         pending = self.gradients.start(taken, over_replicas, divide_by, move)
+        if pending is not None:
+            pending.is_deferred = not has_any
         return in_chunks if pending is None else [*in_chunks, pending]
 
     def _zeros(self) -> tuple[torch.Tensor, _planner.Layout]:
@@ -463,23 +407,35 @@ class GradientMixin:
         return extensions.as_plain(gradient), layout
 
     def add_reduced_gradient(self, part: torch.Tensor) -> None:
-        """Adds a reduced gradient to that of the sharded parameter. With offload, `finish_gradients` completes this.
+        """Adds a reduced gradient to that of the sharded parameter, with the deferred ones, so that hooks run once.
 
-        If this rank has contributed zeros to it, `end_backward` adds or drops it.
+        With offload, `finish_gradients` completes this.
         """
-        if self.had_gradient:
-            self._write_back.add(self.sharded, part)
-        else:
-            self._deferred_parts.append(part)
+        parts, self._deferred_parts = self._deferred_parts, []
+        for deferred in parts:
+            part += deferred
+        self._was_written = True
+        self._write_back.add(self.sharded, part)
+
+    def receiver_of(self, pending: PendingReduction) -> Callable[[torch.Tensor], None]:
+        """Returns the function that adds the result of a reduction, or keeps it until `end_backward`."""
+        return self._defer_reduced_gradient if pending.is_deferred else self.add_reduced_gradient
+
+    def _defer_reduced_gradient(self, part: torch.Tensor) -> None:
+        self._deferred_parts.append(part)
 
     def end_backward(self, is_used: bool) -> None:
         """Ends a backward for the reduced gradients to which this rank contributed zeros: adds or drops them.
 
         `is_used`: add them. Some rank had a gradient, or gradients of unused weights are to be zeros instead of None.
         """
-        parts, self._deferred_parts = self._deferred_parts, []
-        for part in parts if is_used else ():
-            self._write_back.add(self.sharded, part)
+        if self._deferred_parts and is_used:
+            part = self._deferred_parts.pop()
+            # The deferred parts of a module that is called several times are zeros, for which hooks need not run again.
+            may_skip = self._was_written and self._write_back.has_hooks(self.sharded)
+            if not may_skip or not is_zero([part, *self._deferred_parts]):
+                self.add_reduced_gradient(part)
+        self._deferred_parts, self._was_written = [], False
         if not is_used:
             self.gradients.drop()  # zeros that are not reduced over replicas yet
         self.had_gradient = self.gradients.are_pending
@@ -489,7 +445,7 @@ class GradientMixin:
         self.unsharded.grad = None
         self.gradients.drop()
         self._deferred_parts = []
-        self.had_gradient = False
+        self.had_gradient = self._was_written = False
 
     def finish_gradients(self) -> None:
         """Waits for copies to the host, and adds them to the sharded parameter's gradient."""

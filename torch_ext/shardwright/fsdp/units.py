@@ -384,7 +384,7 @@ class Unit:
         for weight in weights:
             arguments = unit_options.reduces_over_replicas, unit_options.divides_by, batch.adder(weight.moves)
             for pending in weight.start_reduction(*arguments, drops_result):
-                reduction.in_flight.append((unit_options.hooked(weight.add_reduced_gradient), pending))
+                reduction.in_flight.append((unit_options.hooked(weight.receiver_of(pending)), pending))
         batch.start()
         for _, pending in reduction.in_flight:
             if isinstance(pending.work, DeferredWork) and pending.work.is_shared:
