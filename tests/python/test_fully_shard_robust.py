@@ -276,3 +276,44 @@ def _full_parameters_in_an_optimizer() -> None:
 
 def test_optimizers_refuse_full_parameters(pool: Pool) -> None:
     pool.run(_full_parameters_in_an_optimizer, 2)
+
+
+def _trains_like(model: Any, unsharded: torch.nn.Module, steps: range) -> None:
+    """Trains both models without an optimizer, and compares their gradients."""
+    for step in steps:
+        model.zero_grad()
+        unsharded.zero_grad()
+        loss_of(model, batch(step)).backward()
+        whole_loss(unsharded, step).backward()
+        for p, q in zip(model.parameters(), unsharded.parameters(), strict=True):
+            torch.testing.assert_close(full(p.grad), q.grad, rtol=1e-4, atol=1e-6)
+
+
+def _out_of_memory() -> None:
+    unsharded, model = Mlp(), shard(Mlp(), flat_fully_shard, get_mesh((2,)))
+    no_memory = mock.patch.object(runner, "empty_bytes", side_effect=torch.OutOfMemoryError("no memory for the arena"))
+    with no_memory, pytest.raises(torch.OutOfMemoryError):
+        loss_of(model, batch(0)).backward()
+    _trains_like(model, unsharded, range(1, 5))
+
+
+def test_trains_after_the_arena_could_not_grow(pool: Pool) -> None:
+    pool.run(_out_of_memory, 2)
+
+
+def _first_evaluates_in_inference_mode() -> None:
+    model = flat_fully_shard(
+        torch.nn.Linear(64, 64), mesh=get_mesh((2,)), message_format="mxfp8", matmul_format="float8"
+    )
+    x = batch(0, width=64)
+    for _ in range(2):
+        with torch.inference_mode():
+            expected = model(x)
+    for _ in range(3):
+        y = model(x)
+        assert torch.equal(y, expected)
+        y.square().sum().backward()
+
+
+def test_trains_after_a_first_evaluation_in_inference_mode(pool: Pool) -> None:
+    pool.run(_first_evaluates_in_inference_mode, 2)

@@ -42,6 +42,12 @@ def aligned(size_bytes: int) -> int:
     return -(-size_bytes // ALIGNMENT) * ALIGNMENT
 
 
+def empty_bytes(size: int, device: torch.device) -> torch.Tensor:
+    """Returns new memory for gathers. Also in inference mode, it is a tensor that later gathers may write."""
+    with torch.inference_mode(False):
+        return torch.empty(size, dtype=torch.uint8, device=device)
+
+
 class _Kind(NamedTuple):
     """The communication of a move. Moves of one kind can share a message."""
 
@@ -369,7 +375,7 @@ def _take_buffer(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Returns the first `size` bytes of `memory`, and the rest of it. If it is too small, a new buffer and `memory`."""
     if memory is None or memory.numel() < size:
-        return torch.empty(size, dtype=torch.uint8, device=device), memory
+        return empty_bytes(size, device), memory
     return memory[:size], memory[aligned(size) :]
 
 

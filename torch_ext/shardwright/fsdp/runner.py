@@ -30,6 +30,7 @@ from .calls import MethodCalls
 from .chunks import ChunkedUnit
 from .departures import Departures, release
 from .gather import set_scales
+from .packing import empty_bytes
 from .reductions import Reductions
 from .scheduler import Clock, Key, Plan, Times, Use, make_schedule, same_uses
 from .units import Unit, is_in_backward, options_key
@@ -303,9 +304,9 @@ class Runner(Departures):
         """Makes the schedule of later sequences with this key. Grows the arena now, because a captured step cannot."""
         limits = {"memory_limit": self.memory_limit, "prefetch": self.prefetch}
         schedule = make_schedule(self.units, self._chunked_units, self._recomputed, key, uses, timed, **limits)
-        plan = variants[options_key(self.units)] = self._plans[key] = Plan(uses, schedule, timed, variants)
-        if self._arena.numel() < plan.schedule.arena_bytes:
-            self._arena = torch.empty(plan.schedule.arena_bytes, dtype=torch.uint8, device=self.device)
+        if self._arena.numel() < schedule.arena_bytes:
+            self._arena = empty_bytes(schedule.arena_bytes, self.device)
+        variants[options_key(self.units)] = self._plans[key] = Plan(uses, schedule, timed, variants)
 
     def _drain(self, keeps_held: bool = True) -> None:
         """Waits for all transfers, releases units, and resets the sequence. `keeps_held`: keep held units."""
@@ -400,16 +401,16 @@ class Runner(Departures):
         if self._plan is not None:
             planned = self._plan.uses[index] if index < len(self._plan.uses) else None
             if planned is None or (planned.units, planned.kind) != (use.units, use.kind):
-                self._leave_schedule(index, self._text_of(use))
+                self._leave_schedule(index, use.text(self.units))
         gathered = self._plan.gathers.get(index, ()) if self._plan is not None else ()
         if index > 0 and not all(self.units[unit].is_prepared for unit, *_ in gathered):
-            self._leave_schedule(index, f"{self._text_of(use)}, after a write")
+            self._leave_schedule(index, f"{use.text(self.units)}, after a write")
         self._activations.begin_use(index, self._plan is not None)
         for unit, place, in_chunks in gathered if self._plan is not None else ():
             self._gather_ahead(self.units[unit], place, self._chunked_units[unit] if in_chunks else None)
         resident = (self.units[unit] for unit in use.units if self.units[unit].is_resident)
         if self._plan is not None and any(unit.is_stale for unit in resident):
-            self._leave_schedule(index, f"{self._text_of(use)}, written since their gather", has_gathered=True)
+            self._leave_schedule(index, f"{use.text(self.units)}, written since their gather", has_gathered=True)
         self._gather_now(use.units, self._plan.gathers_in_chunks[index] if self._plan is not None else set())
         if use.kind == "backward":
             reduces = self._plan.reduces_in_chunks[index] if self._plan is not None else set()
@@ -419,10 +420,6 @@ class Runner(Departures):
                     self._chunked_units[unit_index].gather_full(only_read=True)
         if self._clock is not None:
             self._clock.mark()
-
-    def _text_of(self, use: Use) -> str:
-        """Returns a text of a use, for errors."""
-        return f"{use.kind} of {', '.join(self.units[unit].name for unit in use.units)}"
 
     def _gather_ahead(self, unit: Unit, place: slice, chunks: ChunkedUnit | None) -> None:
         """Starts a scheduled gather in a range of the arena. `chunks`: weights to gather in chunks during the use."""

@@ -334,6 +334,10 @@ class Use(NamedTuple):
     gradients: list[int]  # indices of units whose reduction starts in it
     computed: list[tuple[int, int]]  # full gradients that it computes: (unit, index into `ChunkedUnit.weights`)
 
+    def text(self, units: Sequence[Unit]) -> str:
+        """Returns a text, for errors. Example: "forward of Model"."""
+        return f"{self.kind} of {', '.join(units[unit].name for unit in self.units)}"
+
 
 def same_uses(uses: Sequence[Use], others: Sequence[Use]) -> bool:
     """Returns true if the uses have the same units, kinds and reductions."""

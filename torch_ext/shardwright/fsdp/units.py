@@ -31,7 +31,7 @@ from .._native import _runtime
 from . import offload, packing
 from .gather import set_scales
 from .gradients import Reduction
-from .packing import DeferredWork, MoveBatch, aligned
+from .packing import DeferredWork, MoveBatch, aligned, empty_bytes
 from .weights import DtypesOf, Version, Weight, versions_differ
 
 
@@ -210,7 +210,7 @@ class Unit:
 
     def start_gather_alone(self) -> None:
         """Starts to gather into newly allocated memory, outside the arena."""
-        self.start_gather(torch.empty(self.use_bytes, dtype=torch.uint8, device=self.device))
+        self.start_gather(empty_bytes(self.use_bytes, self.device))
         self._in_arena = False
         if self.unit_options.keep_between_steps:
             self.record_fingerprints()
