@@ -317,3 +317,22 @@ def _first_evaluates_in_inference_mode() -> None:
 
 def test_trains_after_a_first_evaluation_in_inference_mode(pool: Pool) -> None:
     pool.run(_first_evaluates_in_inference_mode, 2)
+
+
+def _removes_a_layer() -> None:
+    unsharded, model = Mlp(), shard(Mlp(), flat_fully_shard, get_mesh((2,)))
+    _trains_like(model, unsharded, range(3))
+    for each in (model, unsharded):
+        del each.layers[1]
+    gc.collect()
+    _trains_like(model, unsharded, range(3, 6))
+    model.double().float()
+    _trains_like(model, unsharded, range(6, 9))
+    layer: Any = model.layers[0]
+    del model
+    gc.collect()
+    layer.double()(batch(0).double()).sum().backward()
+
+
+def test_trains_after_modules_were_removed(pool: Pool) -> None:
+    pool.run(_removes_a_layer, 2)

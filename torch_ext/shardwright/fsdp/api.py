@@ -340,7 +340,7 @@ class _State:
                     f"parameters were converted while the gradient of {pending[0]} waits for a reduction. Before a "
                     "conversion run a backward that reduces gradients, or call finalize_backward()"
                 )
-            outermost = runner.units[0].modules[0]
+            outermost = next(iter(runner.units[0].modules), outermost)  # it may have been freed
             _drop_runner(runner)
         if self.runner is None:
             self.runner = _make_runner(outermost or self.unit.modules[0], converts)
@@ -440,8 +440,8 @@ def _pending_weights(runner: Runner) -> list[str]:
 def _drop_runner(runner: Runner) -> None:
     """Aborts the running step, and removes the runner from all its units."""
     runner.abort()
-    for unit in runner.units:
-        getattr(unit.modules[0], ATTRIBUTE).runner = None
+    for module in (module for unit in runner.units for module in unit.modules[:1]):
+        getattr(module, ATTRIBUTE).runner = None
 
 
 def _make_runner(outermost: nn.Module, converts: bool) -> Runner:
