@@ -336,3 +336,22 @@ def _removes_a_layer() -> None:
 
 def test_trains_after_modules_were_removed(pool: Pool) -> None:
     pool.run(_removes_a_layer, 2)
+
+
+class ReturnsWeight(torch.nn.Linear):
+    """Returns its weight besides the result, as models with a fused loss do."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x), self.weight
+
+
+def _returned_weights() -> None:
+    model: Any = flat_fully_shard(ReturnsWeight(10, 10), mesh=get_mesh((2,)), reshard_after_forward=False)
+    for step in range(4):
+        y, weight = model(batch(step))
+        (y @ weight.t()).square().mean().backward()
+        assert not weight._backward_hooks
+
+
+def test_returned_weights_keep_no_hooks(pool: Pool) -> None:
+    pool.run(_returned_weights, 2)

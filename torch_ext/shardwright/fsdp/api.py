@@ -394,7 +394,7 @@ class _State:
         runner.end_forward(unit)
         if not is_within_backward and torch.is_grad_enabled():
             for tensor in tensors_in(output):
-                if tensor.requires_grad:
+                if tensor.requires_grad and not isinstance(tensor, nn.Parameter):  # a weight would keep each hook
                     tensor.register_hook(functools.partial(_pre_backward, runner, unit, forward))
         return self._cast_output(output)
 
