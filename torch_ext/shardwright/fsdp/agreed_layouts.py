@@ -19,11 +19,8 @@ from .layouts import Layouts
 
 NUM_CODES = 64  # number of values of `AgreedLayout.code`
 
-# Placements that a gradient may have instead of its weight's, by text.
-_CODED: dict[str, Placement] = {
-    **{f"P({operation})": Partial(operation) for operation in ("sum", "avg")},
-    **{f"S({dim})": Shard(dim) for dim in range(3)},
-}
+# Placements that a gradient may have instead of its weight's, by text. Other gradients can be redistributed to them.
+_CODED: dict[str, Placement] = {"P(sum)": Partial("sum"), **{f"S({dim})": Shard(dim) for dim in range(3)}}
 
 
 class AgreedLayout:
