@@ -58,6 +58,18 @@ def _of_plain_tensor(x: DTensor) -> torch.Tensor:
     return (local * 2).square().sum()
 
 
+def _view(x: DTensor) -> torch.Tensor:
+    with LOCK:
+        y = (x * 1).view(2, 3, 4)
+    return y.redistribute(placements=[Replicate()]).to_local().square().sum()
+
+
+def _linear(x: DTensor) -> torch.Tensor:
+    with LOCK:
+        y = torch.nn.functional.linear(x, distribute(torch.ones(4, 4), x.device_mesh, ["S(0)"]))
+    return y.redistribute(placements=[Replicate()]).to_local().square().sum()
+
+
 def _results(function: Callable[[DTensor], torch.Tensor], has_gradient: bool) -> list[torch.Tensor]:
     """Runs a function of a DTensor and its backward. Returns the loss and the gradient."""
     x = distribute(oracle.global_tensor(SHAPE, torch.float32, 3, True), get_mesh((2,)), ["S(0)"])
@@ -69,7 +81,8 @@ def _results(function: Callable[[DTensor], torch.Tensor], has_gradient: bool) ->
 
 
 def _equals_eager(function: Callable[[DTensor], torch.Tensor]) -> None:
-    with sw.enabled(strict=True):
+    options = {"views": True, "overlap": True} if function in (_view, _linear) else {}
+    with sw.enabled(strict=True, **options):
         for has_gradient in (False, True):
             expected = _results(function, has_gradient)
             with fresh_compilers():
@@ -81,7 +94,8 @@ def _equals_eager(function: Callable[[DTensor], torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize(
-    "function", [_explicit, _implicit, _between_meshes, _with_backward, _by_function, _of_plain_tensor]
+    "function",
+    [_explicit, _implicit, _between_meshes, _with_backward, _by_function, _of_plain_tensor, _view, _linear],
 )
 def test_compiled_code_with_graph_breaks_equals_eager_code(
     pool: Pool, function: Callable[[DTensor], torch.Tensor]

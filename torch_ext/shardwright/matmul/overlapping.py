@@ -21,7 +21,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from ..runtime import executables
+from ..runtime import dynamo, executables
 from . import functions
 
 _log = logging.getLogger("shardwright")
@@ -61,6 +61,7 @@ def note_explicit_gather(current_spec: DTensorSpec, target_spec: DTensorSpec) ->
         )
 
 
+@dynamo.skipped
 def _torch_function(cls: type, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
     """Replaces `DTensor.__torch_function__`. Calls the function in `_REPLACEMENTS`, or PyTorch's if it returns None."""
     with torch._C.DisableTorchFunctionSubclass():

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map
 from .._native import _planner, _runtime
 from ..dtensor.specs import is_strided, layout_of_spec, spec_of_layout
 from ..graph import plans
-from ..runtime import counters
+from ..runtime import counters, dynamo
 from . import literal, strided
 from .strided import is_cut, meta_of, sharded_source, spec_like, with_dim, with_local_shape
 
@@ -75,6 +75,7 @@ def _use(rule_function: Callable[[OpSchema], OutputSharding] | None) -> None:
 def _make_contiguous(original: Callable[..., None]) -> Callable[..., None]:
     """Makes a local tensor contiguous if its strides do not allow the view. They may differ from the DTensor's."""
 
+    @dynamo.skipped
     def redistribute_local_args(op_info: Any, schema: OpSchema, *others: Any) -> None:
         original(op_info, schema, *others)
         if _RULES.get(schema.op) is not _view:
@@ -99,6 +100,7 @@ def _has_view(local: torch.Tensor, shape: Sequence[int]) -> bool:
     return True
 
 
+@dynamo.skipped
 def _propagate(schema: OpSchema) -> OutputSharding:
     """Returns the result of our rule, else of PyTorch's, with gathered inputs if that is unsafe for strided shards."""
     assert _original is not None

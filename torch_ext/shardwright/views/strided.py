@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..dtensor.specs import is_strided, layout_of_spec
 from ..graph import plans
-from ..runtime import counters
+from ..runtime import counters, dynamo
 from . import verified
 
 aten = torch.ops.aten
@@ -190,6 +190,7 @@ def _gathering_handler(handler: Callable[..., Any]) -> Callable[..., Any]:
         local = torch_redistribute.redistribute_local_tensor(x._local_tensor, x._spec, spec)
         return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
 
+    @dynamo.skipped
     def call_with_gathered(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if any(isinstance(x, DTensor) and is_strided(x._spec) for x in args):
             counters.count_strided_gather(str(op))
