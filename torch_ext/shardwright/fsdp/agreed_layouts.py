@@ -29,8 +29,15 @@ class AgreedLayout:
     def __init__(self, layouts: Layouts, move: Move) -> None:
         self._layouts, self._move = layouts, move
         self.own_dims = [dim for dim, index in enumerate(layouts.data.own) if index is not None]
-        self.layout: _planner.Layout = layouts.usual_gradient  # equal on all ranks
-        self.latest: _planner.Layout = self.layout  # layout of this rank's latest gradient
+        self._layout: _planner.Layout | None = None  # None before the first agreement
+        self.latest: _planner.Layout | None = None  # layout of this rank's latest gradient
+
+    @property
+    def layout(self) -> _planner.Layout:
+        """The layout, which is equal on all ranks. Weights of integer dtypes have none."""
+        if self._layout is None:
+            self._layout = self._layouts.usual_gradient
+        return self._layout
 
     @property
     def code(self) -> int:
@@ -38,7 +45,7 @@ class AgreedLayout:
 
         0, the layout with the weight's placements, if `latest` has no number.
         """
-        if not self.own_dims:
+        if not self.own_dims or self.latest is None:
             return 0
         code, usual = 0, self._layouts.usual_gradient
         for dim in self.own_dims:
@@ -59,7 +66,7 @@ class AgreedLayout:
             index = self._layouts.data.own[dim]
             if digit > 0 and index is not None:
                 own[index] = list(_CODED.values())[digit - 1]
-        self.layout = self._layouts.gradient_layout(tuple(own))
+        self._layout = self._layouts.gradient_layout(tuple(own))
 
     def conform(self, gradient: torch.Tensor, layout: _planner.Layout, dtype: torch.dtype) -> torch.Tensor:
         """Returns a gradient in the agreed layout. If it has another layout, redistributes it in `dtype`."""

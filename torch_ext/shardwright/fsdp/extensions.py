@@ -105,7 +105,8 @@ def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
     if not is_subclass(tensor):
         return [tensor.untyped_storage()]
     names = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else []
-    return [storage for name in names for storage in storages_of(getattr(tensor, name))]
+    inner = [getattr(tensor, name) for name in names]  # a DTensor has its mesh among them
+    return [storage for part in inner if isinstance(part, torch.Tensor) for storage in storages_of(part)]
 
 
 def storages_by_address(full: torch.Tensor, extension: Extension | None) -> dict[int, torch.UntypedStorage]:
