@@ -109,7 +109,7 @@ MAX_CODE_LINES = {
     "debug": 213,
     "dtensor": 923,
     "experts": 603,
-    "fsdp": 5870,
+    "fsdp": 5876,
     "graph": 307,
     "integrations": 191,
     "integrations/torchtitan": 298,
@@ -118,7 +118,7 @@ MAX_CODE_LINES = {
     "layouts": 475,
     "loaders": 321,
     "many": 224,
-    "matmul": 631,
+    "matmul": 632,
     "pages": 356,
     "parallel": 207,
     "planning": 208,
@@ -127,7 +127,7 @@ MAX_CODE_LINES = {
     "spmd": 100,
     "transfers": 1249,
     "versions": 579,
-    "views": 1079,
+    "views": 1082,
 }
 
 COMPILED = {path.stem for path in PACKAGE.glob("*.pyi")}
