@@ -88,7 +88,7 @@ def _without_new_groups() -> None:
         assert oracle.difference(y.to_local().detach(), part(full, ALL, ("S(0)",), rank)) is None
         y.backward(dtensor(full, rest, ALL, ("S(0)",)))
         assert x.grad is not None and x.grad.device_mesh == here
-        assert set(groups._made) == before
+        assert set(groups._made) <= before  # groups of an earlier default group may be gone
     sw.prepare(here, redistributes=[(_layout(HERE, "S(1)"), _layout(APART, "S(0)"))])
     with sw.enabled(make_groups=False):
         y = x.redistribute(there, to_placements(("S(0)",)))
