@@ -128,8 +128,8 @@ void run_to_end(const Executable& executable, const std::shared_ptr<Execution>& 
 void check_out(const CompiledProgram& compiled, const at::Tensor& input, const at::Tensor& out) {
   const std::vector<int64_t>& shape = compiled.program().outputs[0].shape;
   check_strided(out, "out");
-  TORCH_CHECK_VALUE(!out.is_conj() && !out.is_neg(), "out must not be a conjugated or negated view, got ",
-                    out.is_conj() ? "a conjugated" : "a negated", " one");
+  TORCH_CHECK_VALUE(!out.is_conj() && !out.is_neg(), "out must be a tensor whose memory holds its elements, got a ",
+                    out.is_conj() ? "conjugated" : "negated", " view");
   TORCH_CHECK_VALUE(!compiled.divides_integers(),
                     "out must be None if integers become pending sums or averages, whose ",
                     "parts are floating-point, got ", c10::toString(out.scalar_type()));

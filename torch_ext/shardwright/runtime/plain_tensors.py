@@ -139,7 +139,6 @@ def _redistribute_unusual(
         return redistribute_local(local, src, dst, group=group, device_mesh=device_mesh, async_op=async_op)
     argument_checks.check_movable("local", local)
     argument_checks.check_movable("out", out)
-    argument_checks.check_writable("out", out)
     if async_op or ((local.requires_grad or out.requires_grad) and torch.is_grad_enabled()):
         raise argument_error("out", "None with gradients or async_op=True", "a tensor")
     if src.mesh.coordinate(rank) is None and dst.mesh.coordinate(rank) is None:
