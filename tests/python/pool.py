@@ -30,7 +30,7 @@ CALL_TIMEOUT_SECONDS = 120.0
 COLLECTIVE_TIMEOUT_SECONDS = 60.0
 # Time for the other ranks to finish after one has failed. Most of them wait for it.
 GRACE_SECONDS = 8.0
-STACK_LINES = 20
+STACK_LINES = 30
 
 # Workers are forked from one process that has imported torch, so only the first start takes seconds.
 _context = multiprocessing.get_context("forkserver")
@@ -77,9 +77,13 @@ class _Worker:
         deadline = time.monotonic() + 2.0
         while time.monotonic() < deadline:
             time.sleep(0.05)
-            if self.stacks.exists() and (lines := self.stacks.read_text().splitlines()):
-                return "\n".join(lines[:STACK_LINES])
+            if stacks := self.last_stacks():
+                return stacks
         return "no stack: the process does not react to signals"
+
+    def last_stacks(self) -> str:
+        """Returns the stacks that the process has written, after a signal or a crash; "" if there are none."""
+        return "\n".join(self.stacks.read_text().splitlines()[:STACK_LINES]) if self.stacks.exists() else ""
 
     def exit_code(self) -> int | None:
         # The pipe is closed, but the kernel may keep the process while its sockets still have data to send.
@@ -133,7 +137,8 @@ def _report(name: str, outcomes: list[Outcome | None], workers: list[_Worker], t
         if outcome is None:
             lines.append(f"--- rank {rank} is still here:\n{workers[rank].whereabouts()}")
         elif outcome.exit_code is not None:
-            lines.append(f"--- rank {rank} died with exit code {outcome.exit_code}")
+            stacks = workers[rank].last_stacks()
+            lines.append(f"--- rank {rank} died with exit code {outcome.exit_code}\n{stacks}".rstrip())
         elif outcome.error is not None:
             same = seen.setdefault(outcome.error, rank)
             lines.append(f"--- rank {rank}: " + (f"as rank {same}" if same != rank else f"\n{outcome.error.rstrip()}"))

@@ -78,7 +78,7 @@ def _share_gpu(index: int) -> str:
 
 
 def serve(pipe: Connection, stacks_path: str, index: int, device: str, async_seed: int) -> None:
-    """Answers calls until the other end of the pipe closes. SIGUSR1 writes the Python stacks to `stacks_path`.
+    """Answers calls until the other end of the pipe closes. SIGUSR1 and crashes write Python stacks to `stacks_path`.
 
     Args:
         pipe: the connection to the pool.
@@ -99,6 +99,7 @@ def serve(pipe: Connection, stacks_path: str, index: int, device: str, async_see
     elif device == "cuda":
         _backend = _share_gpu(index)
     with open(stacks_path, "w") as stacks:
+        faulthandler.enable(file=stacks, all_threads=False)
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         while True:
             try:
