@@ -183,7 +183,7 @@ void define_settings(py::module_& m) {
 void define_programs_under_way(py::module_& m) {
   m.def("finish_programs", &finish_programs, py::arg("timeout_seconds"), py::call_guard<py::gil_scoped_release>(),
         "Waits until all asynchronous programs on CPU are finished, but at most `timeout_seconds`. Then stops the "
-        "progress thread, even if programs are left. For the end of the process. Returns True if all programs were "
+        "progress threads, even if programs are left. For the end of the process. Returns True if all programs were "
         "finished in time.");
   m.def(
       "drain",

@@ -146,9 +146,10 @@ void Execution::finish_until(int instruction) {
 }
 
 void Execution::release() {
-  // Tensors are freed after the lock is released, because freeing may need the GIL.
+  // Tensors and groups are freed after the lock is released, because freeing may need the GIL or wait for threads.
   std::vector<at::Tensor> buffers;
   c10::SmallVector<at::Tensor, 2> outputs;
+  c10::SmallVector<GroupLease, 4> groups;
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (has_staged_input_ && !failure_) return_staging(buffers_[kInputBuffer]);
   has_staged_input_ = false;
@@ -157,7 +158,7 @@ void Execution::release() {
   begin_event_.reset();
   predecessor_events_.clear();
   transfer_ends_.clear();
-  groups_.clear();
+  groups.swap(groups_);
 }
 
 void Execution::submit_completion() {

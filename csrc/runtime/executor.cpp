@@ -39,7 +39,9 @@ class ExecutionWork : public c10d::Work {
   }
   void synchronize() override {
     was_waited_for_ = true;
-    is_on_cpu() ? execution_->finish() : execution_->wait_for_end();
+    if (!is_on_cpu()) return execution_->wait_for_end();
+    execution_->finish();
+    execution_->release();  // the progress thread may keep the run for a while
   }
   // Returns the output, if it still exists.
   std::vector<at::Tensor> result() override {
@@ -150,12 +152,12 @@ void check_out(const CompiledProgram& compiled, const at::Tensor& input, const a
       "a 1-D tensor may have its input in out, at its final offset");
 }
 
-// On CPU: runs the instructions before `until` on this thread, and leaves the later ones to the progress thread.
+// On CPU: runs the instructions before `until` on this thread, and leaves the later ones to a progress thread.
 void start_on_host(const Executable& executable, const std::shared_ptr<Execution>& execution, int until) {
   // Dispatch modes of this thread must see all communications.
   if (c10::impl::TorchDispatchModeTLS::any_modes_set()) until = executable.compiled().last_communication() + 1;
   IssueOrder::issue_on(executable.groups(), execution, [&] { execution->run_until(until); });
-  finish_on_progress_thread(execution);
+  finish_on_progress_thread(executable.groups().empty() ? nullptr : executable.groups().front().get(), execution);
 }
 
 // On devices with streams: submits the whole program. The current stream gets the instructions up to the first Wait,

@@ -7,8 +7,8 @@
 //   synchronous             the calling thread
 //   asynchronous, streams   the calling thread, which submits all of them to the device before the call returns
 //   asynchronous, CPU       the calling thread up to the first Wait, and up to the last native collective; then the
-//                           progress thread (progress.h) and threads that wait. The program finishes even if nobody
-//                           waits
+//                           progress thread of its first group (progress.h) and threads that wait. The program
+//                           finishes even if nobody waits
 //
 // Order of collectives. Before a program starts its communications, all earlier programs that share a group with it (on
 // devices with streams: all earlier programs on the device) start all of theirs (issue_order.h). So on every rank, our
@@ -16,7 +16,7 @@
 // threads whose programs share no group do not wait for each other.
 //
 // Process groups match the collectives of different ranks by their sequence number in the group, and other code may
-// start collectives on the same groups. A collective that the progress thread starts could have different numbers on
+// start collectives on the same groups. A collective that a progress thread starts could have different numbers on
 // different ranks. So on CPU, asynchronous programs send exchanges as messages, which have no number, and an
 // asynchronous call returns only after it has started the program's native collectives. Graphs start programs without
 // messages, because another rank may run the same call without a graph, synchronously.

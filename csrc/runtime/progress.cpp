@@ -2,10 +2,12 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <deque>
+#include <map>
 #include <mutex>
 #include <thread>
 
@@ -14,50 +16,64 @@
 namespace shardwright {
 namespace {
 
-// Idle time after which the progress thread ends. Creating a thread costs more than a small redistribute.
+// Idle time after which a progress thread ends. Creating a thread costs more than a small redistribute.
 constexpr std::chrono::milliseconds kMaxIdle{50};
 
-// The queue of programs, and the progress thread that runs them. docs/architecture/runtime.md has its states.
+// The queues of programs, and the progress threads that run them. docs/architecture/runtime.md has a thread's states.
 class Progress {
  public:
-  // Queues a program, and starts the thread if it does not run.
-  void add(std::shared_ptr<Execution> execution) {
+  // Queues a program, and starts the queue's thread if it does not run. Throws std::system_error, without queueing the
+  // program, if the thread cannot be started.
+  void add(const RankGroup* group, std::shared_ptr<Execution> execution) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    queue_.push_back(std::move(execution));
-    if (!is_running_ && !is_stopped_) {
-      is_running_ = true;
-      std::thread([this] { run(); }).detach();
+    Queue& queue = queues_[group];
+    if (!queue.has_thread && !is_stopped_) {
+      std::thread([this, group, &queue] { run(group, queue); }).detach();
+      queue.has_thread = true;
     }
+    queue.programs.push_back(std::move(execution));
     changed_.notify_all();
   }
 
   // See finish_programs.
   bool stop(double timeout_seconds) {
     std::unique_lock<std::mutex> lock(mutex_);
-    const bool is_done = changed_.wait_for(lock, std::chrono::duration<double>(timeout_seconds),
-                                           [this] { return queue_.empty() && !is_busy_; });
+    const auto is_done = [this] {
+      return std::all_of(queues_.begin(), queues_.end(), [](const auto& entry) { return entry.second.is_idle(); });
+    };
+    const bool are_done = changed_.wait_for(lock, std::chrono::duration<double>(timeout_seconds), is_done);
     is_stopped_ = true;
     changed_.notify_all();
-    return is_done;
+    return are_done;
   }
 
  private:
-  // The progress thread. It ends after stop(), or once the queue has been empty for kMaxIdle.
-  void run() {
+  // The programs of one group. `mutex_` guards all members.
+  struct Queue {
+    bool is_idle() const { return programs.empty() && !is_busy; }
+
+    std::deque<std::shared_ptr<Execution>> programs;
+    bool has_thread = false;
+    bool is_busy = false;  // the thread runs a program that is no longer in `programs`
+  };
+
+  // A progress thread. It ends after stop(), or once its queue has been empty for kMaxIdle.
+  void run(const RankGroup* group, Queue& queue) {
     std::unique_lock<std::mutex> lock(mutex_);
-    while (changed_.wait_for(lock, kMaxIdle, [this] { return !queue_.empty() || is_stopped_.load(); })) {
+    while (changed_.wait_for(lock, kMaxIdle, [&] { return !queue.programs.empty() || is_stopped_.load(); })) {
       if (is_stopped_) break;
-      std::shared_ptr<Execution> execution = std::move(queue_.front());
-      queue_.pop_front();
-      is_busy_ = true;
+      std::shared_ptr<Execution> execution = std::move(queue.programs.front());
+      queue.programs.pop_front();
+      queue.is_busy = true;
       lock.unlock();
       finish(*execution);
       execution.reset();  // may free tensors, so the lock is not held
       lock.lock();
-      is_busy_ = false;
+      queue.is_busy = false;
       changed_.notify_all();
     }
-    is_running_ = false;
+    queue.has_thread = false;
+    if (queue.programs.empty()) queues_.erase(group);
   }
 
   // Runs a program until it ends, fails or stop() is called.
@@ -72,9 +88,7 @@ class Progress {
 
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::deque<std::shared_ptr<Execution>> queue_;
-  bool is_running_ = false;
-  bool is_busy_ = false;  // the thread runs a program that is no longer in queue_
+  std::map<const RankGroup*, Queue> queues_;  // by the first group of a program; references stay valid
   std::atomic<bool> is_stopped_{false};
 };
 
@@ -94,7 +108,9 @@ Progress& progress() {
 
 }  // namespace
 
-void finish_on_progress_thread(std::shared_ptr<Execution> run) { progress().add(std::move(run)); }
+void finish_on_progress_thread(const RankGroup* group, std::shared_ptr<Execution> run) {
+  progress().add(group, std::move(run));
+}
 
 bool finish_programs(double timeout_seconds) { return progress().stop(timeout_seconds); }
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
 
 import dtensors
 import oracle
@@ -123,6 +124,23 @@ def _in_flight_together(reverse_on_odd_ranks: bool) -> None:
 def test_several_async_redistributes_in_flight(pool: Pool, reverse_on_odd_ranks: bool) -> None:
     """Each rank may wait in any order. Only the order of the calls must be the same, as in stock."""
     pool.run(_in_flight_together, WORLD, reverse_on_odd_ranks)
+
+
+def _orders_differ() -> None:
+    """The moves of 6 MiB have several steps, so a rank that waits for one must also advance the other."""
+    x = torch.ones(3 << 19)
+    started = []
+    both = [DeviceMesh.from_group(dist.new_group(list(range(WORLD))), "cpu") for _ in range(2)]
+    for mesh in both if dist.get_rank() == 0 else reversed(both):
+        src, dst = (sw.Layout(mesh, x.shape, [text], x.dtype) for text in ("P(sum)", "R"))
+        started.append(sw.redistribute_local(x, src, dst, device_mesh=mesh, async_op=True))
+    for result in started:
+        assert torch.equal(result + 0, x * WORLD)
+
+
+@pytest.mark.cpu_only("on devices with streams, all ranks must start redistributes in one order")
+def test_ranks_may_use_two_groups_in_different_orders(pool: Pool) -> None:
+    pool.run(_orders_differ, WORLD)
 
 
 def _synchronous_in_between() -> None:

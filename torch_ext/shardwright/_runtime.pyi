@@ -442,7 +442,7 @@ def release_staging() -> None:
 
 def finish_programs(timeout_seconds: float) -> bool:
     """Waits until all asynchronous programs on CPU are finished, but at most `timeout_seconds`. Then stops the progress
-    thread, even if programs are left. For the end of the process. Returns True if all programs were finished in
+    threads, even if programs are left. For the end of the process. Returns True if all programs were finished in
     time."""
 
 def drain(groups: Sequence[str]) -> None:
