@@ -103,10 +103,14 @@ Bias bias_of_band(const Band& band, int64_t rows, int64_t columns, const at::Ten
   return {bias, {}};
 }
 
+// True for float16 and bfloat16.
+bool is_half(at::ScalarType type) { return type == at::kHalf || type == at::kBFloat16; }
+
 // Returns the bias for a mask: 0 and minus infinity for a boolean mask, else a copy of the mask. `options` are those of
-// the queries.
+// the queries. The kernels on CPU take a float32 bias for half precision, but compute wrong results for float64.
 Bias bias_of_mask(const at::Tensor& mask, const at::TensorOptions& options) {
-  const bool stays_float32 = mask.scalar_type() == at::kFloat && options.device().is_cpu();
+  const bool is_half_on_cpu = options.device().is_cpu() && is_half(c10::typeMetaToScalarType(options.dtype()));
+  const bool stays_float32 = mask.scalar_type() == at::kFloat && is_half_on_cpu;
   at::Tensor bias = empty_bias(mask.sizes(), stays_float32 ? options.dtype(at::kFloat) : options);
   if (mask.scalar_type() == at::kBool) {
     bias.fill_(-kInfinity).masked_fill_(mask, 0);
@@ -118,11 +122,6 @@ Bias bias_of_mask(const at::Tensor& mask, const at::TensorOptions& options) {
   return {bias, rows_without_keys};
 }
 
-// True for float16 and bfloat16.
-bool is_half(const at::Tensor& tensor) {
-  return tensor.scalar_type() == at::kHalf || tensor.scalar_type() == at::kBFloat16;
-}
-
 // One tile of a product, in the form that kernels use.
 struct Operands {
   // True if the kernel applies the triangle itself (its argument `is_causal`).
@@ -131,7 +130,7 @@ struct Operands {
   // True if flash attention on CUDA supports this tile (attend.h).
   bool fits_flash() const {
     const int64_t depth = q.size(3);
-    return is_half(q) && !bias && depth == v.size(3) && depth % 8 == 0 && depth <= 256;
+    return is_half(q.scalar_type()) && !bias && depth == v.size(3) && depth % 8 == 0 && depth <= 256;
   }
   // Returns the bias, not expanded.
   std::optional<at::Tensor> bias_values() const { return bias ? std::optional(bias->values) : std::nullopt; }
@@ -211,7 +210,7 @@ class Tiles {
     return ceil_divide(depth, items) * items;
   }
   // True if flash attention may compute tiles, so that keys and values must have one depth. `depth` is the larger one.
-  bool uses_flash(int64_t depth) const { return is_half(q_) && !o_.mask && padded_depth(depth) <= 256; }
+  bool uses_flash(int64_t depth) const { return is_half(q_.scalar_type()) && !o_.mask && padded_depth(depth) <= 256; }
 
   const Product& o_;
   const Buffers& buffers_;

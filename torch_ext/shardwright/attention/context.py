@@ -48,7 +48,7 @@ def redistribute_sequence(
         This rank's part in `dst`; differentiable.
     """
     argument_checks.check_tensor("local", local)
-    argument_checks.check_group(group)
+    argument_checks.check_group_of_this_rank(group)
     groups.check_initialized()
     count = dist.get_world_size(group)
     size = argument_values.integer(size, "size")
@@ -197,8 +197,7 @@ def context_parallel(
     )
     if not argument_values.is_device_mesh(mesh):
         raise argument_error("mesh", "a DeviceMesh of one dim", f"a {type(mesh).__name__}")
-    if mesh.ndim != 1:
-        raise argument_error("mesh", "a DeviceMesh of one dim, such as mesh['cp']", f"{mesh.ndim} dims")
+    check_mesh(mesh, "mesh")
     if len(tensors) != len(dims):
         raise argument_error("buffer_seq_dims", f"of length {len(tensors)}, one dim per buffer", len(dims))
     for tensor in tensors:
@@ -231,6 +230,19 @@ def context_parallel(
         for tensor, before in zip(tensors, full_tensors, strict=True):
             if id(tensor) not in not_restored:
                 _set_content(tensor, before)
+
+
+def check_mesh(mesh: Any, argument: str) -> None:
+    """Raises ValueError, naming `argument`, unless a DeviceMesh has one dim and its ranks are in ascending order.
+
+    The parts of a sequence are numbered by rank in the process group, whose ranks are ascending, but DTensors number
+    them by coordinate in the mesh.
+    """
+    if mesh.ndim != 1:
+        raise argument_error(argument, "a DeviceMesh of one dim, such as mesh['cp']", f"{mesh.ndim} dims")
+    ranks = mesh.mesh.tolist()
+    if ranks != sorted(ranks):
+        raise argument_error(argument, "a DeviceMesh with ascending ranks", ranks)
 
 
 def _set_content(tensor: torch.Tensor, content: torch.Tensor) -> None:

@@ -147,7 +147,7 @@ def plan(options: Options, tensors: Sequence[torch.Tensor], group: dist.ProcessG
     `tensors` are q, k and v, then the mask if that is a tensor, of four dims.
     """
     _check_are_tensors(tensors)
-    argument_checks.check_group(group)
+    argument_checks.check_group_of_this_rank(group)
     tensor_keys = tuple(
         (t._spec, t._local_tensor.shape) if isinstance(t, DTensor) else (t.shape, t.dtype, t.device)
         for t in tensors[:3]
@@ -195,8 +195,10 @@ def _plan_and_bind(
             raise argument_error("group", "None with DTensors, whose mesh has groups", "a group")
         check_tensors(options, tensors)
         shards = _dtensor_shards(options, q, tensors[1])
-    shared_group = shards.group if isinstance(q, DTensor) else _group_or_default(group)
-    rank = 0 if shared_group is None else dist.get_rank(shared_group if shared_group in groups.makers else None)
+    else:
+        groups.check_initialized()
+    shared_group = shards.group if isinstance(q, DTensor) else groups.default_if_none(group)
+    rank = 0 if shared_group is None else groups.rank_in_meshes(shared_group)
     try:
         if not isinstance(q, DTensor):
             check_tensors(options, tensors)
@@ -244,14 +246,6 @@ def _check_rows(name: str, rows: int, expected: int, parts: Parts, rank: int) ->
     if rows != expected:
         size = max(end for part in parts for _, end in [*part, (0, 0)])
         raise argument_error(name, f"of {expected} rows on rank {rank}, for a sequence of {size}", rows)
-
-
-def _group_or_default(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Returns `group`, or the default group for None. Raises ValueError if this rank is not in it."""
-    groups.check_initialized()
-    if dist.get_rank(group) < 0:
-        raise argument_error("group", "a group with this rank", f"one without rank {dist.get_rank()}")
-    return groups.default_if_none(group)
 
 
 def _compare(
@@ -382,7 +376,7 @@ def _group_shards(options: Options, q: torch.Tensor, k: torch.Tensor, group: dis
         raise argument_error("size", f"the length of the full sequence on {count} ranks", None)
     size = q.shape[SEQUENCE_DIM] if options.size is None else options.size
     # In a group of separate jobs, a mesh has the group's ranks (see `_Shards`).
-    members = None if group in groups.makers else dist.get_process_group_ranks(_group_or_default(group))
+    members = groups.ranks_in_meshes(group)
     parts = parts_of(options.layout, size, count)
     kv_size = options.kv_size
     if kv_size is None:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard, distribute_module
 from torch.overrides import _get_current_function_mode_stack
 
-from ..attention.context import AttentionMode
+from ..attention.context import AttentionMode, check_mesh
 from ..matmul import tensors
 from ..matmul.functions import linear
 
@@ -74,8 +74,7 @@ class ContextParallel(torch_parallel.ParallelStyle):
         self._arguments = {"size": size, "layout": layout, "method": method}
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if device_mesh.ndim != 1:
-            raise ValueError(f"device_mesh must have one dim, such as mesh['cp'], got {device_mesh.ndim} dims")
+        check_mesh(device_mesh, "device_mesh")
         mode = partial(AttentionMode, group=device_mesh.get_group(), **self._arguments)
         for inner in module.modules():  # each, because a checkpoint calls the modules in it again in the backward
             if inner is module or type(inner).__module__.partition(".")[0] != "torch" or any(inner.children()):

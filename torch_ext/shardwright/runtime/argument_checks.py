@@ -106,6 +106,13 @@ def check_group(value: Any) -> None:
         raise argument_error("group", "a torch.distributed.ProcessGroup", f"a {type(value).__name__}")
 
 
+def check_group_of_this_rank(value: Any) -> None:
+    """Checks that the argument is None or a process group that has this rank."""
+    check_group(value)
+    if value is dist.GroupMember.NON_GROUP_MEMBER:
+        raise argument_error("group", "a group with this rank", f"one without rank {dist.get_rank()}")
+
+
 def check_device_mesh(argument: str, value: Any) -> None:
     """Checks that the argument is None or a torch DeviceMesh."""
     if value is not None and not argument_values.is_device_mesh(value):

@@ -75,9 +75,7 @@ def redistribute_parts(
         tracked: indices of the items whose results the caller makes require gradients, ascending. Ranks compare them.
     """
     groups.check_initialized()
-    argument_checks.check_group(group)
-    if dist.get_rank(group) < 0:
-        raise argument_error("group", "a group with this rank", f"one without rank {dist.get_rank()}")
+    argument_checks.check_group_of_this_rank(group)
     call = _Call(items, out, bucket_bytes, buckets, group, device)
     call.tracked = tuple(tracked)
     # Ranks compare their arguments only if the key is not cached. So it is looked up even if arguments are invalid: the
