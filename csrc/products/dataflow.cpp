@@ -142,7 +142,11 @@ std::vector<int> DataflowBuilder::multiply(Matmul matmul, std::vector<int> input
 
 int DataflowBuilder::add_bias(int value, int bias) {
   const Layout& sum = layout(value);
-  return append(BiasNode{sum.partial_dims()}, {value, bias}, {{flow_.values[value].name + "+", sum}})[0];
+  MeshDimSet pending;
+  for (const int d : sum.partial_dims().to_vector()) {
+    if (sum.placements()[d].op == ReduceOp::kSum) pending.insert(d);
+  }
+  return append(BiasNode{pending}, {value, bias}, {{flow_.values[value].name + "+", sum}})[0];
 }
 
 int DataflowBuilder::sum_rows(int value, Layout layout) {

@@ -39,7 +39,7 @@ struct MatmulNode {
 
 // Adds a bias. Inputs: a tensor, and a bias along its last dim. Sums of the tensor are pending along the mesh dims
 // `pending`, so only the first rank along these mesh dims adds the bias. On other ranks the output is the tensor
-// unchanged. If `pending` is empty, every rank adds the bias.
+// unchanged. If `pending` is empty, every rank adds the bias, also where an average, minimum or maximum is pending.
 struct BiasNode {
   MeshDimSet pending;
 };
@@ -107,7 +107,7 @@ class DataflowBuilder {
   // matmul do not match (check), or, with `is_request_binding`, if the product cannot meet the request.
   std::vector<int> multiply(Matmul matmul, std::vector<int> inputs, const std::vector<Value>& outputs,
                             bool is_request_binding = false);
-  // Appends a BiasNode. The sum has the layout of `value`, whose pending mesh dims the node takes.
+  // Appends a BiasNode. The sum has the layout of `value`, whose mesh dims with pending sums the node takes.
   int add_bias(int value, int bias);
   // Appends a SumNode. `layout` is the layout of the sum.
   int sum_rows(int value, Layout layout);

@@ -37,6 +37,7 @@ class ProblemMaker {
 
   ProductProblem make() {
     check_counts();
+    check_kind();
     check_scales();
     check_x();
     for (const GivenTensor& weight : given_.weights) check_is_like_x(weight);
@@ -62,6 +63,17 @@ class ProblemMaker {
     check_argument(!given_.weights.empty(), "weights", "a list of at least one weight", "none");
     check_user(given_.biases.size() == given_.weights.size(), "biases must have one entry for each of ",
                given_.weights.size(), " weights, got ", given_.biases.size());
+  }
+
+  // Checks that arguments for plain tensors are absent if x is a DTensor, and the other way round.
+  void check_kind() const {
+    if (!given_.x.layout) {
+      check_user(!given_.placements, "placements must be None for plain tensors, got a list; use DTensors");
+      return;
+    }
+    const bool has_columns = std::any_of(given_.columns.begin(), given_.columns.end(), [](auto n) { return !!n; });
+    check_user(!given_.size && given_.sizes.empty(), "size must be None for DTensors, whose sizes are known, got one");
+    check_user(!has_columns, "columns must be None for DTensors, whose sizes are known, got one");
   }
 
   // ---- scales of 8-bit floats

@@ -38,6 +38,13 @@ void check_sizes(const ProductProblem& problem, size_t j, const AxisLetters& let
   check_user(!letters.result.empty() && bias->ndim() == 1 && bias->shape()[0] == sizes.at(letters.result.back()),
              "biases[", j, "] must have one dim, of the length of the last dim of ", problem.results[j], ", got ",
              *bias);
+  for (const int d : problem.results[j].partial_dims().to_vector()) {
+    const ReduceOp op = problem.results[j].placements()[d].op;
+    const bool takes_bias =
+        op == ReduceOp::kSum || op == ReduceOp::kAvg || op == ReduceOp::kMin || op == ReduceOp::kMax;
+    check_argument(takes_bias, "placements", "without pending reductions other than sum, avg, min and max with a bias",
+                   problem.results[j].placements_string());
+  }
 }
 
 // Throws UserError unless the requested cuts, if any, are an axis of the first product or '-' for each mesh dim.

@@ -21,6 +21,13 @@ CASES: list[tuple[Placements, Placements, Placements]] = [  # placements of x, w
     (("R", "R"), ("S(0)", "R"), ("P(avg)", "P(sum)")),
     (("S(0)", "R"), ("R", "S(0)"), ("P(max)", "R")),
 ]
+# Placements of x and of the result. The weight is sharded like x along its columns, so sums are pending.
+RESULTS: list[tuple[Placements, Placements]] = [
+    (("S(1)", "R"), ("R", "P(avg)")),
+    (("S(1)", "R"), ("P(sum)", "P(avg)")),
+    (("S(1)", "R"), ("R", "P(max)")),
+    (("R", "S(1)"), ("P(min)", "R")),
+]
 
 
 def _bias(mesh, full: torch.Tensor, placements: Placements) -> DTensor:
@@ -51,3 +58,23 @@ def _linear(x_placements: Placements, weight_placements: Placements, bias_placem
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_bias_with_pending_reductions(pool: Pool, case: tuple) -> None:
     pool.run(_linear, 4, *case)
+
+
+def _pending_results() -> None:
+    mesh = get_mesh((2, 2))
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(8, 6), torch.randn(4, 6), torch.randn(4)
+    tensors = {}
+    for placements, result in RESULTS:
+        for name, tensor, at in (("x", x, placements), ("weight", weight, placements), ("bias", bias, ("R", "R"))):
+            tensors[name] = distribute_tensor(tensor, mesh, dtensors.to_placements(at))
+        y = sw.linear(**tensors, placements=dtensors.to_placements(result))
+        assert y.placements == tuple(dtensors.to_placements(result))
+        expected = torch.nn.functional.linear(x, weight, bias)
+        assert oracle.difference(y.full_tensor(), expected, rounded=True) is None, (placements, result)
+    with pytest.raises(ValueError, match=r"placements must be without pending reductions other than sum, avg, min and"):
+        sw.linear(**tensors, placements=dtensors.to_placements(("R", "P(product)")))
+
+
+def test_bias_with_pending_results(pool: Pool) -> None:
+    pool.run(_pending_results, 4)

@@ -240,6 +240,12 @@ def _lengths_by_rank(lengths: list[int]) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             sw.all_gather_matmul(x[own], _part(weight, "S(1)"), size=wrong, columns=8)
+    with pytest.raises(ValueError, match="placements must be None for plain tensors, got a list"):
+        sw.matmul_reduce_scatter(left[:, own], right[own], size=lengths, placements=[Replicate()])
+    on_mesh = [DTensor.from_local(each, get_mesh((4,)), [Replicate()]) for each in (left, right)]
+    for argument in ({"size": 5}, {"size": lengths}, {"columns": 8}):
+        with pytest.raises(ValueError, match=f"{next(iter(argument))} must be None for DTensors"):
+            (sw.all_gather_matmul if "columns" in argument else sw.matmul_all_reduce)(*on_mesh, **argument)
 
 
 @pytest.mark.parametrize("lengths", [[3, 1, 0, 7], [0, 0, 9, 0]], ids=str)
