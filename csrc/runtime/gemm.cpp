@@ -4,6 +4,7 @@
 #include <ATen/ops/as_strided.h>
 #include <ATen/ops/baddbmm.h>
 #include <ATen/ops/bmm.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 
 #include <algorithm>
@@ -136,8 +137,10 @@ void multiply_by_casting(const Gemm& gemm, const at::Tensor& lhs, const at::Tens
                          const at::Tensor& rhs_scale, at::Tensor& dst) {
   for (int64_t i = 0; i < gemm.count; ++i) {
     const Gemm unbatched = product_at(gemm, i);
-    at::Tensor product = at::mm(matrix_view(lhs, unbatched.lhs, gemm.m, gemm.k).to(at::kFloat),
-                                matrix_view(rhs, unbatched.rhs, gemm.k, gemm.n).to(at::kFloat));
+    at::Tensor product = at::empty({gemm.m, gemm.n}, dst.options().dtype(at::kFloat));
+    // Autocast would round the product of `at::mm`.
+    at::mm_out(product, matrix_view(lhs, unbatched.lhs, gemm.m, gemm.k).to(at::kFloat),
+               matrix_view(rhs, unbatched.rhs, gemm.k, gemm.n).to(at::kFloat));
     product.mul_(lhs_scale.unsqueeze(1)).mul_(rhs_scale.unsqueeze(0));
     at::Tensor to = matrix_view(dst, unbatched.dst, gemm.m, gemm.n);
     if (gemm.accumulates) product.add_(to);

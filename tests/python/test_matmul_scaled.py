@@ -289,6 +289,9 @@ def _operator() -> None:
     inputs = [x, weight, rows[:, 0], columns[0]]
     (again,) = torch.ops.shardwright.matmul(inputs, call.program, list(call.groups), call.rank)
     assert torch.equal(again, found)
+    exact = sw.all_gather_matmul(x, weight, out_dtype=torch.float32, **how)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(sw.all_gather_matmul(x, weight, out_dtype=torch.float32, **how), exact)
     with FakeTensorMode() as mode:
         fake = [mode.from_tensor(t) for t in inputs]
         (y,) = torch.ops.shardwright.matmul(fake, call.program, list(call.groups), call.rank)
