@@ -327,6 +327,22 @@ def test_views_in_inference_mode(pool: Pool) -> None:
     pool.run(_in_inference_mode, 4)
 
 
+def _without_a_gradient() -> None:
+    """The loss reads the product with one of two weights, so the view of the other has no gradient."""
+    mesh = get_mesh((2,))
+    x = dtensors.distribute(torch.ones(4, 4, device=device), mesh, ["S(0)"])
+    weights = [dtensors.distribute(torch.ones(6, 4, device=device), mesh, ["S(0)"]) for _ in range(2)]
+    views = [sw.views.transpose(weight.requires_grad_(), 0, 1) for weight in weights]
+    sw.all_gather_matmul(x, views)[0].to_local().sum().backward()
+    assert weights[1].grad is None
+    gradient = weights[0].grad
+    assert gradient is not None and torch.equal(gradient.to_local(), torch.full((3, 4), 4.0, device=device))
+
+
+def test_views_without_a_gradient(pool: Pool) -> None:
+    pool.run(_without_a_gradient, 2)
+
+
 def _disable_restores_stock() -> None:
     mesh = get_mesh((2,))
     full = torch.arange(16.0, device=device).view(4, 4)

@@ -49,6 +49,15 @@ def row_major_spec(
     return _row_major_spec(mesh, groups.key_of_mesh(mesh), layout, placements)
 
 
+def with_placements(spec: DTensorSpec, placements: tuple[Placement, ...]) -> DTensorSpec:
+    """Returns the spec of a row-major tensor with other placements, but the same shards in the same shard order."""
+    assert spec.tensor_meta is not None
+    meta = spec.tensor_meta._replace(stride=tuple(make_contiguous_strides_for(spec.shape)))
+    encodes_order = spec.use_strided_shard_as_shard_order
+    order = None if encodes_order else spec.shard_order
+    return DTensorSpec(spec.mesh, placements, meta, order, use_strided_shard_as_shard_order=encodes_order)
+
+
 @executables.cached
 def _row_major_spec(
     mesh: DeviceMesh, _: Hashable, layout: _planner.Layout, placements: tuple[Placement, ...] | None

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from .._native import _planner
-from ..dtensor.specs import layout_of, placement_of, row_major_spec
+from ..dtensor.specs import layout_of, placement_of, row_major_spec, with_placements
 from ..layouts.argument_values import placement_texts
 from ..layouts.topology import tables_now
 from ..runtime import checking, counters, executables, groups, plan_log
@@ -254,4 +254,4 @@ def _gradient_spec(spec: DTensorSpec | None, texts: tuple[str, ...] = ()) -> DTe
 def _cached_gradient_spec(spec: DTensorSpec, _: Hashable, texts: tuple[str, ...]) -> DTensorSpec:
     """Does the work of `_gradient_spec`. `_` is the key of the mesh's process groups, by which results are cached."""
     placements = gradient_placements(spec.placements, texts)
-    return spec if placements == spec.placements else row_major_spec(spec.mesh, layout_of(spec), placements)
+    return spec if placements == spec.placements else with_placements(spec, placements)

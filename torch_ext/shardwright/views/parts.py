@@ -51,12 +51,13 @@ class _ApplyToLocal(torch.autograd.Function):
         may_share: bool,
     ) -> DTensor:
         ctx.back = back
+        ctx.set_materialize_grads(False)
         result = DTensor(function(x._local_tensor), target, requires_grad=False)  # type: ignore[call-arg]
         return _runtime.as_view(x, result) if may_share else result
 
     @staticmethod
-    def backward(ctx: Any, gradient: DTensor) -> tuple[DTensor | None, ...]:  # type: ignore[override]
-        return ctx.back(gradient), None, None, None, None
+    def backward(ctx: Any, gradient: DTensor | None) -> tuple[DTensor | None, ...]:  # type: ignore[override]
+        return None if gradient is None else ctx.back(gradient), None, None, None, None
 
 
 def _layout_of(x: DTensor) -> _planner.Layout:
