@@ -577,7 +577,14 @@ def _groups() -> None:
     layout = sw.Layout(sw.Mesh({"ep": 2}, ranks=own), (p.num_experts,), ["S(0)"])
     in_group = sw.Layout(sw.Mesh({"ep": 2}), (p.num_experts,), ["S(0)"])
     outs = routing.unsharded(p)[0]
-    for placement, group in [(p.placement, half), (p.placement, half.get_group()), (layout, None)]:
+    of_mesh = sw.Layout(half, (p.num_experts,), ["S(0)"])
+    for placement, group in [
+        (p.placement, half),
+        (p.placement, half.get_group()),
+        (layout, None),
+        (of_mesh, half),
+        (of_mesh, half.get_group()),
+    ]:
         _check_in_group(p, place, outs, placement, group)
     _check_in_group(p, place, outs, in_group, half.get_group())
 

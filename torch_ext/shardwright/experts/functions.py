@@ -134,7 +134,7 @@ def dispatch(
         scales: ``[tokens, n]``, such as row scales of 8-bit floats; they are sent with the tokens and returned as
             ``handle.scales``.
         group: the process group or DeviceMesh that the placement is on; default: all ranks. With a Layout and a
-            process group, the layout's ranks are ranks of the group.
+            process group, the layout's ranks are ranks of the group, or the global ranks of all its members.
         topology: the topology that defines nodes; default: the topology of the Layout's mesh. If nodes are known, a
             token is sent once to each node, and forwarded there.
         rows_per_rank: the number of rows that each rank sends to every other, padded with zeros. Nothing waits for the

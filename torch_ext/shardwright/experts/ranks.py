@@ -265,8 +265,13 @@ def _experts_of_layout(layout: _planner.Layout, group: Group) -> tuple[list[int]
 
 
 def _layout_members(layout: _planner.Layout, group: Group) -> list[int]:
-    """Returns the global ranks of a layout."""
-    ranks = layout.mesh.ranks
-    if isinstance(group, dist.ProcessGroup):
-        ranks = [dist.get_global_rank(group, rank) for rank in ranks]
-    return list(ranks)
+    """Returns the global ranks of a layout. With a process group, it may have the group's ranks instead."""
+    ranks = list(layout.mesh.ranks)
+    if not isinstance(group, dist.ProcessGroup):
+        return ranks
+    members = dist.get_process_group_ranks(group)
+    if sorted(ranks) == sorted(members):
+        return ranks
+    if max(ranks) >= len(members):
+        raise argument_error("placement", f"on ranks 0 to {len(members) - 1} of the group, or on {members}", ranks)
+    return [dist.get_global_rank(group, rank) for rank in ranks]

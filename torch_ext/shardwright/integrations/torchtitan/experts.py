@@ -31,7 +31,7 @@ class TokenDispatcher(AllToAllTokenDispatcher):
         if self.ep_mesh is None:  # all experts are on this rank
             return super().dispatch(x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E)
         placement = Layout(self.ep_mesh, (self.num_experts,), ["S(0)"])
-        return dispatch(x_TD, topk_expert_ids_TK, topk_scores_TK, placement)
+        return dispatch(x_TD, topk_expert_ids_TK, topk_scores_TK, placement, group=self.ep_mesh)
 
     def combine(self, routed_output_RD: torch.Tensor, metadata: Any, x_TD: torch.Tensor) -> torch.Tensor:
         """Returns the sums of the experts' rows, weighted by the scores, on the ranks of the tokens."""
