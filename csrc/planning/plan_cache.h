@@ -3,19 +3,21 @@
 
 #include <cstddef>
 
+#include "cost/topology.h"
 #include "planning/context.h"
 #include "support/bounded_cache.h"
 
 namespace shardwright {
 
-// The key of the cache: everything that a plan depends on.
+// The key of the cache: everything that a plan depends on, and the topologies of the meshes, which the plan contains.
 struct PlanRequest {
   Layout src;
   Layout dst;
   ContextPtr context;  // not null
 
   bool operator==(const PlanRequest& other) const {
-    return (context == other.context || *context == *other.context) && src == other.src && dst == other.dst;
+    return (context == other.context || *context == *other.context) && src == other.src && dst == other.dst &&
+           same_topology(src.mesh(), other.src.mesh()) && same_topology(dst.mesh(), other.dst.mesh());
   }
   size_t hash() const { return (src.hash() * 31 + dst.hash()) * 31 + context->hash(); }
 };

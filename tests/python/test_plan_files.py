@@ -136,6 +136,8 @@ def test_topology_is_read_from_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ends = [sw.Layout(mesh, (64, 64), placements) for placements in (["S(0)", "S(1)"], ["R", "S(1)"])]
     assert sw.plan(*ends).topology == "slow tp"
     assert sw.plan(*ends, topology="8xNVLink").topology == "8xNVLink"
+    without = [sw.Layout(sw.Mesh({"dp": 2, "tp": 4}), end.shape, end.placements, end.dtype) for end in ends]
+    assert sw.plan(*without, topology="8xNVLink").src.mesh.topology is None
     elsewhere = [
         sw.Layout(sw.Mesh({"dp": 2, "tp": 4}), (64, 64), placements) for placements in (["S(0)", "R"], ["R", "R"])
     ]
