@@ -7,12 +7,14 @@ import logging
 import os
 import pathlib
 import socket
+import types
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
 
 import dtensors
 import shardwright as sw
@@ -177,10 +179,16 @@ def test_late_time_per_chunk(message: float, slowdown: float, together: Callable
 
 
 def _calibrate_with_a_slow_rank() -> str:
+    """Rank 1 also has fewer processors."""
+    base = products.tables.default_gemm_model("cpu")
+    fields = ("tile_rows", "tile_columns", "contention_percent")
+    smaller = types.SimpleNamespace(num_processors=1, **{field: getattr(base, field) for field in fields})
     if dist.get_rank() == 1:
         products._MAX_SECONDS = 0.0
+        products.tables.default_gemm_model = lambda _: smaller
     model = sw.calibration.calibrate_gemm(dtype=torch.float32)
-    return repr([getattr(model, field) for field in ("flops_per_us", "launch_ps", "memory_ps_per_kib")])
+    fields = ("flops_per_us", "launch_ps", "memory_ps_per_kib", "num_processors", "tile_rows")
+    return repr([getattr(model, field) for field in fields])
 
 
 def test_slow_rank_gets_the_same_table() -> None:
@@ -257,6 +265,9 @@ def test_default_tables_are_logged_once(calibrates: bool) -> None:
 
 
 def _invalid_arguments() -> None:
+    fake = dist.new_group(backend="fake")
+    with pytest.raises(ValueError, match="group must be a group with the default group's backend for cpu, gloo, got"):
+        calibrate(fake, device="cpu", quick=True)
     with pytest.raises(ValueError, match="device must be cpu or cuda.*, got 'meta'"):
         calibrate(device="meta")
     with pytest.raises(ValueError, match="ranks_per_node must be at least 0 .*, got -1"):

@@ -111,6 +111,10 @@ def job_of(group: dist.ProcessGroup | None, device: torch.device | str | None, m
     measured_device = argument_checks.device_of("device", device)
     if measured_device.type not in kinds:
         raise argument_error("device", f"one of {', '.join(kinds)}, as the group's backends", measured_device.type)
+    name, default = (executables.backend_name(measured_device.type, each) for each in (group, None))
+    if name != default:  # groups of two ranks, four ranks and so on are made with the default group's backends
+        allowed = f"a group with the default group's backend for {measured_device.type}, {default}"
+        raise argument_error("group", allowed, name)
     lowering = executables.lowering(measured_device.type, group)
     return Job(Ranks(group), members, measured_device, lowering, quick)
 

@@ -183,7 +183,8 @@ def _all_to_all(job: Job, measurement: _Measurement) -> Callable[[], object]:
     if measurement.team is None:
         return lambda: None
     team = measurement.team
-    sent, received = torch.zeros(2, measurement.sent_bytes, dtype=torch.uint8, device=job.device)
+    wire = job.device if job.lowering.is_on_device else torch.device("cpu")
+    sent, received = torch.zeros(2, measurement.sent_bytes, dtype=torch.uint8, device=wire)
     if job.lowering.uses_messages(measurement.sent_bytes // measurement.peers):
         peers = [rank for rank in dist.get_process_group_ranks(team) if rank != dist.get_rank()]
         parts = sent.chunk(measurement.peers), received.chunk(measurement.peers)

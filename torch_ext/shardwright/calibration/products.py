@@ -84,6 +84,7 @@ def measure_products(
     if failed:
         raise RuntimeError(f"calibrate_gemm: rank {failed[0]} could not measure on {device}: {errors[failed[0]]}")
     assert work is not None
+    work.processors = min(ranks.from_all(work.processors))  # all ranks must get the same table
     if any(ranks.from_all(work.is_slow)):
         work.make(work.n // 2)
     repeats = num_product_rounds(quick, with_traffic=False)

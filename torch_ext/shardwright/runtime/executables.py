@@ -254,7 +254,7 @@ def _is_first_rank() -> bool:
 
 def why_left_to_torch(device_type: str) -> str | None:
     """Returns the reason to leave all DTensor redistributes on this type of device to PyTorch, or None."""
-    name = _backend_name(device_type, None)
+    name = backend_name(device_type, None)
     if name is None:
         return f"process group without a backend object for {device_type}"
     if name == groups.DRY_RUN_BACKEND and not runs_on_fake_groups:
@@ -462,7 +462,7 @@ def lowering_for_mesh(mesh: _planner.Mesh, device_type: str, group: dist.Process
 
 def lowering(device_type: str, group: dist.ProcessGroup | None) -> _planner.Lowering:
     """Returns the lowering for the group's backend for this type of device."""
-    name = _backend_name(device_type, group)
+    name = backend_name(device_type, group)
     if name is None:
         raise RuntimeError(
             f"group must have a backend such as gloo or nccl for {device_type}, got "
@@ -478,10 +478,10 @@ def wire(device_type: str, group: dist.ProcessGroup | None) -> str:
 
 def communicates_on(device_type: str, group: dist.ProcessGroup | None) -> bool:
     """Returns True if the group has a backend for this type of device."""
-    return _backend_name(device_type, group) is not None
+    return backend_name(device_type, group) is not None
 
 
-def _backend_name(device_type: str, group: dist.ProcessGroup | None) -> str | None:
+def backend_name(device_type: str, group: dist.ProcessGroup | None) -> str | None:
     """Returns the name of the group's backend for this type of device, or None if it has no backend object.
 
     The ranks of a group without a backend object may be threads of one process, which share this module's caches.
