@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import shardwright as sw
-from shardwright import builds, doctor
+from shardwright import builds, doctor, source_build
 
 PACKAGE = Path(sw.__file__).parent
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
@@ -169,9 +169,8 @@ def test_missing_module_is_reported(copy: Path, module: str) -> None:
     _module_file(copy, module).unlink()
     ran = _run("import shardwright; shardwright.enable", copy.parent)
     last = ran.stderr.strip().splitlines()[-1]
-    assert last.startswith(
-        f"ImportError: shardwright: {module} does not import (it was not built for this Python); run:"
-    )
+    assert last.startswith(f"ImportError: shardwright: {module} does not import (it was not built for this Python); ")
+    assert ("run: shardwright build" in last) == (module == "_runtime") and "pip install" in last
 
 
 # ---- builds from the sources in the package
@@ -295,3 +294,28 @@ def test_wheels_that_differ_are_not_joined(tmp_path: Path) -> None:
     ):
         ran = subprocess.run([sys.executable, MERGE_WHEELS, tmp_path, *given], capture_output=True, text=True)
         assert ran.returncode == 1 and message in ran.stderr, ran.stderr
+
+
+@pytest.mark.any_torch
+def test_builds_of_other_sources_are_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Versions of shardwright are equal, but the sources differ, as between two commits."""
+    monkeypatch.setenv("SHARDWRIGHT_CACHE", str(tmp_path / "cache"))
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    monkeypatch.setattr(source_build, "SOURCES", sources)
+
+    def compile_nothing(scratch: Path, command: str) -> Path:
+        (scratch / "made").mkdir()
+        (scratch / "made" / source_build.INFO).write_text(f"BUILD_INFO = {len(compiled)}")
+        compiled.append(scratch)
+        return scratch / "made"
+
+    compiled: list[Path] = []
+    monkeypatch.setattr(source_build, "_compile", compile_nothing)
+    for text, replaces, count in (("a", False, 1), ("a", False, 1), ("b", False, 2), ("b", True, 3)):
+        (sources / "setup.py").write_text(text)
+        source_build._sources_digest.cache_clear()
+        source_build.build("1.0", "2.15.0", replaces)
+        (folder,) = source_build.cached_builds("1.0")
+        assert len(compiled) == count and (folder / source_build.INFO).read_text() == f"BUILD_INFO = {count - 1}"
+    source_build._sources_digest.cache_clear()

@@ -2,7 +2,8 @@
 
 Modules import them from here. Of several builds of `_runtime`, the one for the installed torch and its CUDA is loaded.
 If there is none, it is compiled once from the sources in the package; without sources, the error has the command that
-makes one. If no build is for torch's CUDA, the build for CPU is loaded, with a warning.
+makes one. If all CUDA builds are for another CUDA than torch's, the build for CPU is loaded, with a
+warning.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def __getattr__(name: str) -> Any:
 
     installed = torch.__version__, torch.version.cuda
     if source_build.SOURCES.exists() and not builds.has_build_for(*installed):
-        source_build.build(builds.version(), torch.__version__)
+        source_build.build(builds.version(), torch.__version__, replaces=False)
         builds.all_builds.cache_clear()
     build = builds.build_for(*installed)
     if sentence := builds.fallback(*installed):

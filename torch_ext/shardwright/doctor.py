@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import importlib.util
 import json
 import platform
@@ -23,8 +22,8 @@ def report() -> dict[str, Any]:
     Keys: `version`, `python`, `platform`; `build`, what setup.py wrote about the build of `_runtime` for the installed
     torch, or about another build if none is for it (None if this is a source tree that was never built); `builds`, the
     torch and the CUDA of each build; `torch_installed`, `torch_cuda` and `nccl_installed`, versions or None; `planner`
-    and `runtime`, each with `file` (None if missing), `planner` also with `error` (None if it imports); `problems`, a
-    list of sentences, empty if everything is in order. Does not import torch, and does not raise.
+    and `runtime`, each with `file` (None if missing); `problems`, a list of sentences, empty if everything is in order.
+    Does not import torch, and does not raise.
     """
     torch_version, cuda = builds.version_of("torch"), _cuda_of_torch()
     try:
@@ -41,7 +40,7 @@ def report() -> dict[str, Any]:
         "torch_installed": torch_version,
         "torch_cuda": cuda,
         "nccl_installed": nccl,
-        "planner": {"file": builds.file_of("_planner", builds.PACKAGE), "error": _import_error("_planner")},
+        "planner": {"file": builds.file_of("_planner", builds.PACKAGE)},
         "runtime": {"file": build.file},
     }
     facts["problems"] = _problems(facts)
@@ -71,22 +70,11 @@ def _cuda_of_torch() -> str | None:
     return found[1] if found else None
 
 
-def _import_error(module: str) -> str | None:
-    """Returns the error of importing an extension module, or None if it imports."""
-    try:
-        importlib.import_module(f"shardwright.{module}")
-    except ImportError as error:
-        return str(error)
-    return None
-
-
 def _problems(facts: dict[str, Any]) -> list[str]:
     """Returns a sentence for each problem that the facts show."""
     found = []
     if facts["build"] is None:
         found.append(f"the extension modules were never built; {builds.REBUILD}")
-    if facts["planner"]["error"]:
-        found.append(f"_planner does not import ({facts['planner']['error']}); {builds.REBUILD}")
     if facts["runtime"]["file"] is None:
         found.append(f"_runtime is missing, so nothing can be executed; {builds.REBUILD}")
     if facts["torch_installed"] is None:
@@ -99,15 +87,12 @@ def _problems(facts: dict[str, Any]) -> list[str]:
 
 def _as_text(facts: dict[str, Any]) -> str:
     """Returns the facts as lines of text."""
-    build, planner = facts["build"] or {}, facts["planner"]
+    build = facts["build"] or {}
     cuda = "unknown"
     if build:
         cuda = f"not built ({build['cuda_reason']})"
         if build["cuda"]:
             cuda = f"built ({build['cuda_reason']}; architectures {build['cuda_arch_list']})"
-    is_there = "present, imports"
-    if planner["error"]:
-        is_there = f"present, but does not import: {planner['error']}" if planner["file"] else "missing"
     runtime = "missing"
     if facts["runtime"]["file"]:
         runtime = f"present, for {builds.name_of(build)}" if build else "present"
@@ -119,7 +104,6 @@ def _as_text(facts: dict[str, Any]) -> str:
         f"  CUDA        {cuda}",
         f"  NCCL        {facts['nccl_installed'] or 'no NCCL package installed'}",
         f"  compiler    {build.get('compiler', 'unknown')}",
-        f"  _planner    {is_there}",
         f"  _runtime    {runtime}",
     ]
     lines += [f"  problem     {problem}" for problem in facts["problems"]] or ["  no problems found"]

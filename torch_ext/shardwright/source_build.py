@@ -1,15 +1,17 @@
 """Builds `_runtime` from the sources in an installed wheel, for a torch that none of the wheel's builds fits.
 
 The result is stored in a cache folder, and later imports load it from there. The folder's name has the versions of
-shardwright, Python and torch, and a digest of the compiler's version.
+shardwright, Python and torch, and digests of the sources and of the compiler's version.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -35,23 +37,25 @@ def cache_root() -> Path:
 
 
 def cached_builds(version: str) -> list[Path]:
-    """Returns the folders of the builds of this version of shardwright for this Python.
+    """Returns the folders of the builds of these sources of shardwright for this Python.
 
     Only builds by the compiler of this machine count, or all of them if it has no compiler.
     """
     found: list[Path] = []
     with contextlib.suppress(OSError):  # a cache that cannot be read is empty
         found = sorted(cache_root().glob(f"{version}-{sys.implementation.cache_tag}-torch*/{INFO}"))
+        found = [info for info in found if f"-{_sources_digest()}-" in info.parent.name]
     # Every first use of the runtime comes here, so the compiler is only asked if there is a build.
     digest = _compiler_digest() if found else None
     return [info.parent for info in found if digest is None or info.parent.name.endswith(f"-{digest}")]
 
 
-def build(version: str, torch_version: str) -> None:
+def build(version: str, torch_version: str, replaces: bool = True) -> None:
     """Compiles `_runtime` for the installed torch, and stores it in the cache. Takes minutes, and prints its progress.
 
-    Of several processes, one compiles and the others wait for it. Raises ImportError, with the command that makes the
-    build, if the compiler or the sources are missing or the compilation fails.
+    Of several processes, one compiles and the others wait for it. `replaces`: compile again if the cache has the build.
+    Raises ImportError, with the command that makes the build, if the compiler or the sources are missing or the
+    compilation fails.
     """
     command = f"{sys.executable} -m shardwright build"
     if not (SOURCES / "setup.py").exists():
@@ -62,11 +66,13 @@ def build(version: str, torch_version: str) -> None:
             f"shardwright has no build for torch {torch_version}, and the C++ compiler {_compiler()!r} is not on PATH. "
             f"Install a compiler for C++20 (Debian: apt-get install g++) or set CXX. Then run: {command}"
         )
-    folder = cache_root() / f"{version}-{sys.implementation.cache_tag}-torch{torch_version}-{digest}"
+    name = f"{version}-{sys.implementation.cache_tag}-torch{torch_version}-{_sources_digest()}-{digest}"
+    folder = cache_root() / name
     folder.parent.mkdir(parents=True, exist_ok=True)
     before = _time_of(folder)
     with _locked(folder.with_name(f"{folder.name}.lock")):
-        if _time_of(folder) != before:
+        now = _time_of(folder)
+        if now != before or (now is not None and not replaces):
             return  # another process was faster
         _say(f"compiling for torch {torch_version} into {folder}, once; this takes minutes")
         with tempfile.TemporaryDirectory(prefix="build-", dir=folder.parent) as scratch:
@@ -111,6 +117,15 @@ def _wait(process: subprocess.Popen[bytes], scratch: Path, num_sources: int) -> 
 def _compiler() -> str:
     """Returns the C++ compiler: the first word of CXX in the environment, else c++."""
     return (os.environ.get("CXX", "c++").split() or ["c++"])[0]
+
+
+@functools.cache
+def _sources_digest() -> str:
+    """Returns a digest of the sources and of the machine's architecture."""
+    digest = hashlib.sha256(platform.machine().encode())
+    for path in sorted(path for path in SOURCES.rglob("*") if path.is_file()):
+        digest.update(f"{path.relative_to(SOURCES)}\n".encode() + hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()[:8]
 
 
 def _compiler_digest() -> str | None:

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 from .. import source_build
 
 REBUILD = "run: shardwright build, or in a source tree: pip install --no-build-isolation ."
+# The command-line tool imports _planner, so it cannot build it.
+_REINSTALL = "install a wheel for this Python, or in a source tree run: pip install --no-build-isolation ."
 PACKAGE = Path(__file__).parents[1]
 
 
@@ -93,7 +95,8 @@ def import_error(module: str, error: ImportError) -> ImportError:
     """Returns the error for an extension module that does not load: its name, the cause and the remedy."""
     is_there = file_of(module, PACKAGE) or any(module == "_runtime" and build.file for build in all_builds())
     why = str(error) if is_there else "it was not built for this Python"
-    return ImportError(f"shardwright: {module} does not import ({why}); {REBUILD}")
+    remedy = _REINSTALL if module == "_planner" else REBUILD
+    return ImportError(f"shardwright: {module} does not import ({why}); {remedy}")
 
 
 def name_of(info: dict[str, Any]) -> str:
