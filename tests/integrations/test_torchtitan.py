@@ -149,6 +149,8 @@ def _all_pairs() -> tuple[int, int]:
         assert x.grad is not None
         found, types = _summed(x.grad, of_src, mesh)
         assert torch.equal(found, _part(gradient, types, mesh)), (src, dst)
+    with pytest.raises(ValueError, match=r"dst must be types of mesh dims that src has too, \['tp'\], got \['tpp'\]"):
+        redistribute(full, mesh, {"tp": spmd.R}, {"tpp": spmd.S(0)})
     return forward, backward
 
 

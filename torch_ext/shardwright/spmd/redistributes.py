@@ -10,6 +10,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Shard
 
+from ..layouts.errors import argument_error
 from ..layouts.layout import Layout, Mesh
 from ..runtime import executables, groups
 from ..runtime.plain_tensors import redistribute_local
@@ -28,8 +29,12 @@ def redistribute(x: torch.Tensor, mesh: DeviceMesh, src: Mapping[str, Any], dst:
         src, dst: types by name of a mesh dim: R, I, P or S(dim). Dims of size 1 and dims not in `dst` do not change.
 
     Raises:
-        ValueError: a type that changes is V, which does not say how local tensors make up a global one.
+        ValueError: a type that changes is V, which does not say how local tensors make up a global one; the mesh has no
+            names, or `dst` has a name that is not in both the mesh and `src`.
     """
+    known = [name for name in mesh.mesh_dim_names or () if name in src]
+    if unknown := [name for name in dst if name not in known]:
+        raise argument_error("dst", f"types of mesh dims that src has too, {known}", unknown)
     names = tuple(
         name
         for dim, name in enumerate(mesh.mesh_dim_names or ())

@@ -57,7 +57,11 @@ def redistribute_per_axis(x: torch.Tensor, mesh: DeviceMesh | None, src_types: T
         raise RuntimeError("debug.spmd_typechecking must be False with shardwright, got True; check types without it")
     if mesh is None:
         return x
-    src, dst = ({axis.value: of_axis for axis, of_axis in types.items()} for types in (src_types, dst_types))
+    names = mesh.mesh_dim_names or ()  # without the axes that are off
+    src, dst = (
+        {axis.value: of_axis for axis, of_axis in types.items() if axis.value in names}
+        for types in (src_types, dst_types)
+    )
     return redistribute(x, mesh, src, dst)
 
 
