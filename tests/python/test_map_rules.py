@@ -103,6 +103,7 @@ def test_transpose_rename_cast() -> None:
     cast = {name: x.bfloat16() if x.is_floating_point() else x for name, x in state.items()}
     _check(state, [sw.rules.cast(torch.bfloat16)], cast)
     _check(state, [sw.rules.cast("fp16", ["m.b"])], {**state, "m.b": state["m.b"].half()})
+    _check(state, [sw.rules.cast("bf16", "m.b"), sw.rules.cast("bf16")], cast)
     assert _mapped(state, [sw.rules.cast("fp16"), sw.rules.cast("float64", "m.b")])[1] == [
         "cast('float64'): m.b must be cast only once, but is cast to float16 already"
     ]

@@ -349,11 +349,13 @@ class Cast(Rule):
             chosen = [name for pattern in self.names for name in _matching(pattern, tensors, self, problems).values()]
         for name in dict.fromkeys(chosen):
             mapped = tensors[name]
+            if mapped.dtype == self.dtype:
+                continue
             if _planner.is_complex(mapped.dtype) and not _planner.is_complex(self.dtype):
                 problems.append(f"{self}: {name} is {mapped.dtype}, whose imaginary part would be lost")
             elif any(piece.cast is not None for piece in mapped.pieces):
                 problems.append(f"{self}: {name} must be cast only once, but is cast to {mapped.dtype} already")
-            elif mapped.dtype != self.dtype:
+            else:
                 pieces = tuple(piece._replace(cast=self.dtype) for piece in mapped.pieces)
                 tensors[name] = mapped._replace(dtype=self.dtype, pieces=pieces)
 
