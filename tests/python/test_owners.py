@@ -87,15 +87,21 @@ def _different_batches() -> None:
     shard(model, sw.fully_shard, mesh)
     ours = muon.Muon(muon.split(model)[0], muon.by_owners)
     theirs = torch.optim.Muon(muon.split(plain)[0], **muon.SETTINGS)
+    pairs = list(zip(muon.split(model)[0], muon.split(plain)[0], strict=True))
     for step in range(3):
+        starts = [b.detach().clone() for _, b in pairs]
         plain(torch.cat([_batch(10 * step + r) for r in range(4)])).square().mean().backward()
         model(_batch(10 * step + rank)).square().mean().backward()
         for optimizer in (ours, theirs):
             optimizer.step()
             optimizer.zero_grad()
-        for a, b in zip(muon.split(model)[0], muon.split(plain)[0], strict=True):
-            # A last bit of a gradient can change the rounding to bfloat16 (2^-9) that both do before their products.
-            torch.testing.assert_close(full(a), b, rtol=0, atol=muon.SETTINGS["lr"] * 2**-5)
+        for (a, b), start in zip(pairs, starts, strict=True):
+            sharded, whole = (o.state[p]["momentum_buffer"] for o, p in ((ours, a), (theirs, b)))
+            torch.testing.assert_close(full(sharded), whole)
+            # In bfloat16, a last bit of a gradient changes the update along small singular values.
+            assert (full(a) - b).norm() < (b - start).norm() / 3
+            with torch.no_grad():
+                a.copy_(distribute_tensor(b.detach(), mesh, a.placements))
 
 
 def test_muon_with_different_batches(pool: Pool) -> None:
