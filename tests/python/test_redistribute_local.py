@@ -125,11 +125,11 @@ def test_memory_orders_and_dtypes(pool: Pool) -> None:
     pool.run(_memory_orders_and_dtypes, 4)
 
 
-def _integers_become_contributions(src: list[str], dst: list[str]) -> None:
+def _integers_become_contributions(src: list[str], dst: list[str], rows: int) -> None:
     """Contributions to a pending sum are floating-point, as with PyTorch, in each way to call."""
     mesh, where = _mesh((2, 2)), (dist.get_rank() // 2, dist.get_rank() % 2)
-    tensor = torch.arange(16).view(4, 4)
-    layouts = [sw.Layout(mesh, (4, 4), placements, "int64") for placements in (src, dst)]
+    tensor = torch.arange(4 * rows).view(rows, 4)
+    layouts = [sw.Layout(mesh, (rows, 4), placements, "int64") for placements in (src, dst)]
     local = oracle.local(tensor, (2, 2), src, where)
     count = 2 ** sum(p.startswith("P") for p in dst)
     expected = oracle.local(tensor, (2, 2), ["R" if p.startswith("P") else p for p in dst], where) / count
@@ -152,11 +152,14 @@ def _integers_become_contributions(src: list[str], dst: list[str]) -> None:
         (["R", "S(0)"], ["P(sum)", "R"]),
         (["R", "S(0)"], ["P(sum)", "S(1)"]),
         (["R", "R"], ["P(sum)", "P(sum)"]),
+        (["S(0)", "R"], ["S(0)", "P(sum)"]),
     ],
     ids=str,
 )
 def test_integers_become_contributions_to_sums(pool: Pool, src: list[str], dst: list[str]) -> None:
-    pool.run(_integers_become_contributions, 4, src, dst)
+    """With one row, some ranks have no elements."""
+    for rows in (4, 1):
+        pool.run(_integers_become_contributions, 4, src, dst, rows)
 
 
 def _unreadable_out() -> None:
