@@ -181,11 +181,14 @@ void Execution::wait_for_end() {
   check_capture();
   wait_for(*end_event_, device_);
   is_waited_for_ = true;
-  const c10::Stream current = current_stream(device_);
-  if (current != *home_stream_) {  // other streams may not wait for the end
-    for (const at::Tensor& buffer : home_buffers_) record_use(buffer, current);
-  }
+  record_uses_on_current_stream();
   home_buffers_.clear();
+}
+
+void Execution::record_uses_on_current_stream() const {
+  const c10::Stream current = current_stream(device_);
+  if (current == *home_stream_) return;
+  for (const at::Tensor& buffer : home_buffers_) record_use(buffer, current);
 }
 
 void Execution::check_capture() const {
@@ -212,6 +215,7 @@ void Execution::wait_until(int instruction) {
   if (failure_) std::rethrow_exception(failure_);
   check_capture();
   wait_for(step_ends_.lower_bound(instruction)->second, device_);
+  record_uses_on_current_stream();
 }
 
 bool Execution::is_done() const {

@@ -131,6 +131,9 @@ class Execution {
   std::string group_text(int index) const;
   // Allocates a temporary or an output. If the output is the buffer of an input, makes it a view of that input.
   void allocate(BufferId buffer);
+  // Tells the allocator that the current stream may read the buffers, if it is not the home stream, whose later
+  // allocations would otherwise reuse their memory too early.
+  void record_uses_on_current_stream() const;
   // Throws c10::Error if a graph is being captured now but was not when the program was started, or the reverse.
   void check_capture() const;
   // True if the instruction after this one is a Wait or belongs to another plan step, or if this one is the last.

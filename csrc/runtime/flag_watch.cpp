@@ -1,5 +1,7 @@
 #include "runtime/flag_watch.h"
 
+#include <c10/core/DeviceGuard.h>
+
 #include <condition_variable>
 #include <cstdlib>
 #include <exception>
@@ -63,6 +65,8 @@ class Watch {
       } else if (Clock::now() < next->deadline) {
         changed_.wait_until(lock, Clock::time_point(next->deadline));
       } else {
+        // Calls for the event would otherwise make a context on device 0, which is current on a new thread.
+        const c10::OptionalDeviceGuard on_device(next->end.device());
         if (!has_ended(*next)) end_process(*next);
         products_.erase(next);
       }

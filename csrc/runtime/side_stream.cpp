@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "runtime/flag_product.h"
 #include "runtime/torch_version.h"
 
 namespace shardwright {
@@ -94,6 +95,8 @@ StreamEvent::~StreamEvent() {
 }
 
 void StreamEvent::block(c10::Stream stream) const { event_->block(stream); }
+
+bool StreamEvent::query() const { return is_done(*event_); }
 
 int64_t num_stream_events_made() { return event_pool().num_made(); }
 

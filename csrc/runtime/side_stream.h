@@ -38,7 +38,7 @@ class StreamEvent {
   // Makes all work that is submitted to `stream` from now on wait for the event.
   void block(c10::Stream stream) const;
   // Returns true once the device has passed the event.
-  bool query() const { return event_->query(); }
+  bool query() const;
 
  private:
   std::unique_ptr<c10::Event> event_;  // null after a move

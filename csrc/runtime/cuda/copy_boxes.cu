@@ -72,7 +72,10 @@ class CudaTableDevice final : public TableDevice {
   // Copies from pinned memory, which the allocator does not reuse before the copy is done.
   Upload upload(const std::vector<uint8_t>& bytes) override {
     const auto size = static_cast<int64_t>(bytes.size());
-    const at::Tensor host = at::empty({size}, at::TensorOptions(at::kByte).device(at::kCPU).pinned_memory(true));
+    const at::Tensor host = [size] {
+      const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
+      return at::empty({size}, at::TensorOptions(at::kByte).device(at::kCPU).pinned_memory(true));
+    }();
     std::memcpy(host.mutable_data_ptr<uint8_t>(), bytes.data(), bytes.size());
     auto memory = std::make_shared<at::Tensor>(allocate_lasting(size, current_stream()));
     memory->copy_(host, /*non_blocking=*/true);
