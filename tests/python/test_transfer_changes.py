@@ -253,6 +253,28 @@ def test_changes_of_dtensors_and_scalars(pool: Pool) -> None:
     pool.run(_dtensors_and_scalars, WORLD_SIZE)
 
 
+def _rearranged(dtype: str) -> None:
+    """Elements of a destination change places, which keeps the sum of their bits, or all change their signs."""
+    rank = dist.get_rank()
+    local, t = _pair((64, 64), dtype, only_changed=8)
+    if local is not None:
+        local.copy_(torch.arange(1, 1 + local.numel()).view(local.shape) + rank)
+    t.start().wait()
+    expected = t.tensors["w"].clone() if local is None else None
+    for change in (torch.neg, lambda x: x.roll(8, 1), lambda x: x.roll(1, 0), lambda x: -x.roll(16, 1)):
+        if local is None:
+            t.tensors["w"].copy_(change(expected))
+        handle = t.start()
+        handle.wait()
+        assert "other values" in handle.report.reason, (change, handle.report)
+        assert local is not None or torch.equal(t.tensors["w"], expected)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+def test_destinations_with_moved_elements_get_everything(pool: Pool, dtype: str) -> None:
+    pool.run(_rearranged, WORLD_SIZE, dtype)
+
+
 def _other_memory() -> None:
     """A destination gets other memory: a function returns another tensor at the third start."""
     rank = dist.get_rank()

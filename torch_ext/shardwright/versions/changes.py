@@ -11,7 +11,7 @@ An element may have changed if it differs from the copy, or if its block has ano
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -30,7 +30,8 @@ from .messages import (
 )
 from .pieces import Ends
 
-CHECKSUM_BYTES = (512, 64)  # of a destination whose words a checksum adds up; the larger is faster
+CHECKSUM_BYTES = (512, 64)  # of a destination that one sum of a checksum covers; the larger is faster
+CHECKSUM_CHUNK_BYTES = 1 << 22  # of a destination that is read at a time
 MAX_EXACT_BYTES = 8  # the largest blocks that are compared bit by bit
 
 # Constants of `_mixed`: the finalizer of splitmix64, as signed numbers.
@@ -81,7 +82,7 @@ class Changes:
             for messages in (sent, received)
         )
         self._kept: dict[Key, torch.Tensor] = {}  # the state of each source
-        self._keys: dict[torch.device, torch.Tensor] = {}  # random words of the hash
+        self._keys: dict[torch.device, torch.Tensor] = {}  # random words of hashes and checksums
         self._written: dict[torch.device, torch.Tensor] = {}  # checksums of the destinations, as last written
 
     @property
@@ -97,7 +98,7 @@ class Changes:
         """
         if everything:
             self._reason = "start() was called with everything=True"
-        elif not self._reason and not _are_equal(self._written, _checksums(destinations)):
+        elif not self._reason and not _are_equal(self._written, self._checksums(destinations)):
             self._reason = "a destination has other values than after the last start"
         reason, self._reason = self._reason, "the last start did not complete"
         changed: dict[Key, torch.Tensor] = {}
@@ -170,7 +171,7 @@ class Changes:
     def note_written(self, destinations: Sequence[torch.Tensor]) -> None:
         """Records that the start is complete: later writes by others make the next one send everything."""
         self._reason = ""
-        self._written = _checksums(destinations)
+        self._written = self._checksums(destinations)
 
     def _replace(self, key: Key, local: torch.Tensor) -> torch.Tensor:
         """Keeps the current values of a source. Returns a mask of its elements that may have changed since."""
@@ -192,11 +193,35 @@ class Changes:
 
     def _hashes(self, flat: torch.Tensor) -> torch.Tensor:
         """Returns a hash of each block."""
-        num_words = self._block_bytes // WORD_BYTES
-        if flat.device not in self._keys:
-            keys = [secrets.randbits(64) - (1 << 63) for _ in range(num_words)]
-            self._keys[flat.device] = torch.tensor(keys, device=flat.device)
-        return _mixed(words_of(flat, self._block_bytes) ^ self._keys[flat.device]).sum(1)
+        keys = self._keys_on(flat.device)[: self._block_bytes // WORD_BYTES]
+        return _mixed(words_of(flat, self._block_bytes) ^ keys).sum(1)
+
+    def _checksums(self, tensors: Sequence[torch.Tensor]) -> dict[torch.device, torch.Tensor]:
+        """Returns a 64-bit checksum of the tensors on each device. Versions of tensors do not show all writes.
+
+        Sums multiples of halves of words by random keys: different halves have equal sums with a probability of at most
+        2**-33, because they differ by less than 2**32 (multilinear hashing, Lemire and Kaser 2014).
+        """
+        sums: dict[torch.device, list[torch.Tensor]] = {}
+        for tensor in tensors:
+            if tensor.numel():
+                size = next((size for size in CHECKSUM_BYTES if tensor.nbytes % size == 0), WORD_BYTES)
+                halves = words_of(bits_of(tensor).reshape(-1), size).view(torch.int32)
+                sums.setdefault(tensor.device, []).extend(_weighted_sums(halves, self._keys_on(tensor.device)))
+        # Many tensors are small, so their sums are mixed together.
+        mixed = {}
+        for device, parts in sums.items():
+            joined = torch.cat(parts)
+            mixed[device] = _mixed(joined + torch.arange(len(joined), device=device)).sum()
+        return mixed
+
+    def _keys_on(self, device: torch.device) -> torch.Tensor:
+        """Returns random 64-bit words on a device."""
+        if device not in self._keys:
+            number = max(self._block_bytes // WORD_BYTES, 2 * CHECKSUM_BYTES[0] // WORD_BYTES)
+            keys = [secrets.randbits(64) - (1 << 63) for _ in range(number)]
+            self._keys[device] = torch.tensor(keys, device=device)
+        return self._keys[device]
 
 
 def _mixed(words: torch.Tensor) -> torch.Tensor:
@@ -206,19 +231,12 @@ def _mixed(words: torch.Tensor) -> torch.Tensor:
     return words
 
 
-def _checksums(tensors: Sequence[torch.Tensor]) -> dict[torch.device, torch.Tensor]:
-    """Returns a 64-bit checksum of the tensors on each device. Versions of tensors do not show all writes."""
-    sums: dict[torch.device, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        if tensor.numel():
-            size = next((size for size in CHECKSUM_BYTES if tensor.nbytes % size == 0), WORD_BYTES)
-            sums.setdefault(tensor.device, []).append(words_of(bits_of(tensor).reshape(-1), size).sum(1))
-    # Many tensors are small, so their sums are mixed together.
-    mixed = {}
-    for device, parts in sums.items():
-        joined = torch.cat(parts)
-        mixed[device] = _mixed(joined + torch.arange(len(joined), device=device)).sum()
-    return mixed
+def _weighted_sums(rows: torch.Tensor, keys: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yields the 64-bit sums of some rows of 32-bit integers, each element multiplied by the key of its column."""
+    num_rows = min(len(rows), max(1, CHECKSUM_CHUNK_BYTES // rows[0].nbytes))
+    products = torch.empty(num_rows, rows.shape[1], dtype=keys.dtype, device=rows.device)
+    for some in rows.split(num_rows):
+        yield products[: len(some)].copy_(some).mul_(keys[: rows.shape[1]]).sum(1)
 
 
 def _are_equal(a: dict[torch.device, torch.Tensor], b: dict[torch.device, torch.Tensor]) -> bool:
