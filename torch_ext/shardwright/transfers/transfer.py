@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import math
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -31,6 +30,7 @@ from ..versions.second_copy import SecondCopy
 from . import batches
 from .batches import BoundBatch
 from .progress import Progress
+from .receiving import Receiving
 from .setup import Options, Setup, read_options, read_or_report, set_up
 
 
@@ -160,32 +160,6 @@ class TransferHandle:
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
-
-
-class Receiving(Generator[tuple[str, Any], None, None]):
-    """The result of `Transfer.receive`. `close` completes the transfer."""
-
-    def __init__(self, tensors: Generator[tuple[str, Any], None, None]) -> None:
-        self._tensors = tensors
-        self._completed_by = ""  # the method that completed the transfer before the end of the iteration, if any
-
-    def send(self, value: None) -> tuple[str, Any]:
-        if self._completed_by:
-            completed = f"receive: {self._completed_by}() was called before the end, and completed the transfer"
-            raise RuntimeError(f"{completed}; call it after the end of the iteration")
-        return self._tensors.send(value)
-
-    def throw(self, *error: Any) -> tuple[str, Any]:
-        return self._tensors.throw(*error)
-
-    def close(self) -> None:
-        self._tensors.close()
-
-    def complete(self, by: str) -> None:
-        """Completes the transfer, after which iterating raises RuntimeError. `by` is the method that calls."""
-        if inspect.getgeneratorstate(self._tensors) != inspect.GEN_CLOSED:  # type: ignore[arg-type]
-            self.close()
-            self._completed_by = by
 
 
 class Transfer:
