@@ -322,6 +322,25 @@ def test_restart_on_one_rank_does_not_block_others(pool: Pool) -> None:
     pool.run(_interrupted, 2)
 
 
+def _moved_destination(options: dict[str, Any]) -> None:
+    """Rank 1's destination gets another storage during a run that a second start supersedes."""
+    rank = dist.get_rank()
+    src, dst = (sw.Layout(sw.Mesh({"a": 1}, [owner]), (8,), ["R"]) for owner in range(2))
+    local, into, which = torch.full((8,), 3.0), [torch.zeros(8), torch.zeros(8)], 0
+    to = (lambda: {"w": (into[which], dst)}) if rank == 1 else None
+    t = sw.transfer({"w": (local, src)} if rank == 0 else None, to, **options)
+    t.start()
+    which = 1
+    t.start().wait()
+    assert rank == 0 or into[1].eq(3).all()
+
+
+@pytest.mark.cpu_only("what the caller does is the same on all devices")
+@pytest.mark.parametrize("options", [{}, {"only_changed": True}, {"staging": "double"}])
+def test_superseded_run_with_moved_destination_raises_nothing(pool: Pool, options: dict[str, Any]) -> None:
+    pool.run(_moved_destination, 2, options)
+
+
 def _never_advanced(how: str) -> None:
     """Rank 0, which holds the sources, does not advance its iterator before rank 1 has received."""
     rank = dist.get_rank()

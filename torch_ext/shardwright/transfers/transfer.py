@@ -150,16 +150,30 @@ class TransferHandle:
         With ``staging="double"`` it exchanges the copies afterwards, unless `swap` is False.
         """
         if not self.is_waited_for:
-            failure = self._owner._complete(self._run)
-            self._failure = self._failure or failure
-            self.is_waited_for = True
+            self._complete()
             if not self._owner._has_second_copy:
                 self._owner._check_locations("wait", self._locations)
             elif swap:
                 self._owner.swap()
-        failure, self._failure = self._failure, None
-        if failure is not None:
+        if (failure := self._take_failure()) is not None:
             raise failure
+
+    def supersede(self) -> Exception | None:
+        """Completes the transfer before a later start, like `wait`. Returns an error of `progress` not yet raised."""
+        if not self.is_waited_for:
+            self._complete()
+            if self._owner._has_second_copy:
+                self._owner._swap_unless_moved()
+        return self._take_failure()
+
+    def _complete(self) -> None:
+        failure = self._owner._complete(self._run)
+        self._failure = self._failure or failure
+        self.is_waited_for = True
+
+    def _take_failure(self) -> Exception | None:
+        failure, self._failure = self._failure, None
+        return failure
 
 
 class Transfer:
@@ -273,9 +287,7 @@ class Transfer:
         if self._last_handle is not None and not self._last_handle.is_waited_for:
             raise RuntimeError("swap: the last transfer was not waited for; call its wait(swap=False) first")
         self._check_locations("swap", self._second_copy.locations)
-        self._second_copy.exchange()
-        torch.autograd.graph.increment_version(self._destination())
-        self._increment_versions(range(len(self._setup.names)))
+        self._exchange(self._second_copy)
 
     def explain(self, topology: Topology | str | None = None, limit: int = explaining.LIMIT) -> str:
         """Returns bytes, rounds, memory and predicted time, also by tensor and by link, as text. No communication.
@@ -322,9 +334,24 @@ class Transfer:
             self._allocated[index] = self._destination_tensor(index)
         return self._allocated[index]
 
+    def _exchange(self, second_copy: SecondCopy) -> None:
+        """Exchanges both copies of the destination."""
+        second_copy.exchange()
+        torch.autograd.graph.increment_version(self._destination())
+        self._increment_versions(range(len(self._setup.names)))
+
+    def _swap_unless_moved(self) -> None:
+        """Exchanges both copies of the destination, unless its tensors got other storages after the last start."""
+        if self._second_copy is not None and not self._has_moved(self._second_copy.locations):
+            self._exchange(self._second_copy)
+
+    def _has_moved(self, locations: list[Location]) -> bool:
+        """Returns True if this rank's destination is no longer at `locations` in memory."""
+        return bool(self._setup.tensors.destination.reread()) or locations_of(self._destination()) != locations
+
     def _check_locations(self, by: str, locations: list[Location]) -> None:
         """Raises RuntimeError if this rank's destination is no longer at `locations` in memory."""
-        if self._setup.tensors.destination.reread() or locations_of(self._destination()) != locations:
+        if self._has_moved(locations):
             raise RuntimeError(
                 f"{by}: tensors of the destination got other storages after the last start(); start again"
             )
@@ -391,19 +418,19 @@ class Transfer:
     def _complete_earlier_runs(self, by: str) -> Exception | None:
         """Completes earlier runs, because other ranks wait for them. `by` is the method that calls.
 
-        Returns the error of a progress function, if any. Raised here, it would leave other ranks waiting.
+        Returns the error of a progress function, if any. Raised here, it would leave other ranks waiting. An error in
+        writing to this rank's destination needs no report, because the next run writes everything. After an error in
+        communication nothing can be sent, so it is raised.
         """
         receiving = self._receiving() if self._receiving is not None else None
         if receiving is not None:
             receiving.complete(by)
         try:
-            if self._last_handle is not None:
-                self._last_handle.wait()
+            return self._last_handle.supersede() if self._last_handle is not None else None
         except dist.DistBackendError:
             raise
-        except Exception as error:
-            return error
-        return None
+        except Exception:
+            return None
 
     def _receive(self, failure: Exception | None) -> Generator[tuple[str, Any], None, None]:
         """Yields ("", None) once the first groups have started, and then the items of `receive`."""
