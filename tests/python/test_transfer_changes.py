@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from map_rules import random_rules
 from parts import part_of
 from pool import Pool
 from shardwright.versions.changes import Changes
-from shardwright.versions.messages import words_of
+from shardwright.versions.messages import Message, words_of
 from shardwright.versions.pieces import Ends
 
 WORLD_SIZE = 4
@@ -304,6 +306,57 @@ def _other_memory() -> None:
 
 def test_destinations_with_other_memory_get_everything(pool: Pool) -> None:
     pool.run(_other_memory, WORLD_SIZE)
+
+
+def _failed_write() -> None:
+    """Rank 2 fails once to write the last of several rounds, as if it had no memory left."""
+    rank = dist.get_rank()
+    local, t = _pair((64, 64), "float32", only_changed=8, bucket_bytes=256, buckets=2)
+    t.start().wait()
+    if local is not None:
+        local[::2, ::2] = 5
+    handle = t.start()
+    if rank == 2:
+        failing = mock.patch.object(Message, "_write", side_effect=MemoryError("no memory"))
+        for write in (failing, contextlib.nullcontext(), contextlib.nullcontext()):
+            with write, pytest.raises(MemoryError, match="no memory"):
+                handle.wait()
+    else:
+        handle.wait()
+    handle = t.start()
+    handle.wait()
+    assert "did not complete (rank 2" in handle.report.reason
+    if local is None:
+        expected = torch.zeros(64, 32)
+        expected[::2, ::2] = 5
+        assert torch.equal(t.tensors["w"].cpu(), expected)
+
+
+def test_failed_writes_are_not_repeated(pool: Pool) -> None:
+    pool.run(_failed_write, WORLD_SIZE)
+
+
+def _broken_group() -> None:
+    """Messages to rank 2 fail. Its later starts raise the error instead of sending more over the group."""
+    local, t = _pair((64, 64), "float32", only_changed=True)
+    t.start().wait()
+    if local is not None:
+        local[0, 0] = 5
+    handle = t.start()
+    if dist.get_rank() == 2:
+        handle._run._in_flight.work.wait()
+        work = mock.Mock(wait=mock.Mock(side_effect=RuntimeError("connection closed")))
+        handle._run._in_flight = handle._run._in_flight._replace(work=work)
+        for wait in (t.start, handle.wait, t.start):
+            with pytest.raises(dist.DistBackendError, match="rank 2 of the group failed .*: connection closed"):
+                wait()
+    else:
+        handle.wait()
+    dist.barrier()
+
+
+def test_starts_after_failed_messages_raise(pool: Pool) -> None:
+    pool.run(_broken_group, WORLD_SIZE)
 
 
 def _refusals() -> None:

@@ -179,6 +179,7 @@ class Rounds:
         self._group = group
         self._wire = wire
         self._in_flight: _Round | None = None
+        self._failure: BaseException | None = None  # the error of a wait; destinations may have part of its blocks
         self.received_bytes = self.sent_bytes = 0
 
     def run(self, num_rounds: int, per_message: int, source: ReadTensor, destination: ReadTensor) -> None:
@@ -200,15 +201,30 @@ class Rounds:
 
     @torch.inference_mode()
     def wait(self) -> None:
-        """Waits for the round in flight, and writes its blocks to the destinations."""
-        if self._in_flight is not None:
-            work, begin, end, _, received, destination = self._in_flight
-            work.wait()
+        """Waits for the round in flight, and writes its blocks to the destinations. Every wait raises its error."""
+        if self._failure is not None:
+            raise self._failure
+        if self._in_flight is None:
+            return
+        work, begin, end, _, received, destination = self._in_flight
+        try:
+            self._wait_for(work)
             for message, part in zip(_in_order(self._incoming), received):
                 if part.device.type != "cpu":  # it may have been allocated on another stream, that of `start`
                     part.record_stream(torch.accelerator.current_stream(part.device))
                 message.unpack(begin, end, part, destination)
+        except BaseException as error:
+            self._failure = error
+            raise
+        finally:
             self._in_flight = None
+
+    def _wait_for(self, work: dist.Work) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            rank = f"rank {dist.get_rank(self._group)} of the group"
+            raise dist.DistBackendError(f"shardwright: {rank} failed in sending changes: {error}") from error
 
     def is_done(self) -> bool:
         """Returns True if the round in flight is complete. Does not wait for other ranks."""
