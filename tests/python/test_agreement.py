@@ -74,8 +74,18 @@ def test_rounds_keep_few_store_keys() -> None:
 
 
 def test_timeout_names_missing_ranks() -> None:
+    store, ranks = dist.HashStore(), (0, 1, 2, 3)
+    text = r"rank 2 waited 0.1 s for ranks \[0, 1, 3\] to call move, number 1 on ranks \[0, 1, 2, 3\]"
+    for rank in (2, 0, 1, 3):  # no rank succeeds after another has raised
+        with pytest.raises(RuntimeError, match=rf"{text} \(this is rank {rank}\)$"):
+            StoreTexts(store).exchange("move", "", ranks, rank, timedelta(seconds=0.1) if rank == 2 else WAIT)
+
+
+def test_rounds_after_a_timeout_succeed() -> None:
     store = dist.HashStore()
-    for rank, missing in ((2, r"0, 1, 3"), (0, r"1, 3")):
-        text = rf"rank {rank} waited 0.1 s for ranks \[{missing}\] to call move, number 1 on ranks \[0, 1, 2, 3\]"
-        with pytest.raises(RuntimeError, match=text):
-            StoreTexts(store).exchange("move", "", (0, 1, 2, 3), rank, timedelta(seconds=0.1))
+    texts = [StoreTexts(store), StoreTexts(store)]
+    for own, timeout in ((1, timedelta(seconds=0.1)), (0, WAIT)):
+        with pytest.raises(RuntimeError, match=r"b waited 0.1 s for a to call a test, number 1 on a, b"):
+            texts[own].exchange("a test", "text", ("a", "b"), "ab"[own], timeout)
+    for said in (["same", "same"], ["one", "other"], ["same", "same"]):
+        assert _exchange(texts, said) == [dict(zip("ab", said, strict=True))] * 2

@@ -269,16 +269,20 @@ def has_cpu(group: dist.ProcessGroup) -> bool:
 # ------------------------------------------------------------------------------------------------------------- store
 
 
+_LATE = "late: "  # begins the decision of a round in which a rank timed out
+
+
 class StoreTexts:
     """Exchanges texts between ranks through a store that all of them reach.
 
-    The exchanges of a set of ranks are rounds, counted from 0. A rank that begins round n has read round n - 1. That
-    round was complete only after all ranks had begun it, and so had read round n - 2, whose keys can be deleted. The
-    keys of round 3 are:
+    The exchanges of a set of ranks are rounds, counted from 0. A round is decided once: it succeeds on all ranks, or
+    all ranks raise an error, those that call later too. A rank that succeeds in round n knows that all ranks have begun
+    it, and so have left round n - 2, whose keys can be deleted. The keys of round 3 are:
 
         3/7     the text of rank 7
         3       the number of ranks that have written their text
-        3/all   1 if all texts are equal, otherwise 0; written by the last rank
+        3/all   the decision. The last rank writes "same" if all texts are equal, otherwise "differ". A rank that times
+                out before writes "late", and whom it has waited for
     """
 
     def __init__(self, store: dist.Store) -> None:
@@ -296,28 +300,29 @@ class StoreTexts:
             timeout: the time to wait for the others.
 
         Raises:
-            RuntimeError: ranks are missing after the timeout. The message names the call and these ranks.
+            RuntimeError: ranks are missing after the timeout of some rank. All ranks raise it, those that call later
+                too. The message names the call and the missing ranks.
         """
         round_index = self.rounds[ranks]
         self.rounds[ranks] += 1
         name = hashlib.sha1(repr(ranks).encode(), usedforsecurity=False).hexdigest()[:16]
         store = dist.PrefixStore(name, self._store)
-        keys = [f"{round_index}/{rank}" for rank in ranks]
+        keys, decision_key = [f"{round_index}/{rank}" for rank in ranks], f"{round_index}/all"
         store.set(f"{round_index}/{own}", mine)
         if store.add(str(round_index), 1) == len(ranks):
-            store.set(f"{round_index}/all", str(int(len(set(store.multi_get(keys))) == 1)))
+            store.compare_set(decision_key, "", "same" if len(set(store.multi_get(keys))) == 1 else "differ")
+        who = f"rank {own}" if isinstance(own, int) else own
         try:
-            store.wait([f"{round_index}/all"], timeout)
-        except RuntimeError as error:
+            store.wait([decision_key], timeout)
+        except RuntimeError:
             missing = [rank for rank, key in zip(ranks, keys, strict=True) if not store.check([key])]
             if missing:
-                who = f"rank {own}" if isinstance(own, int) else own
-                raise RuntimeError(
-                    f"shardwright: {who} waited {timeout.total_seconds():g} s for {ranks_text(missing)} to call "
-                    f"{call}, number {round_index + 1} on {ranks_text(ranks)}"
-                ) from error
-        are_same = store.get(f"{round_index}/all") == b"1"
-        statements = [mine] * len(ranks) if are_same else [text.decode() for text in store.multi_get(keys)]
+                waited = f"{who} waited {timeout.total_seconds():g} s for {ranks_text(missing)} to call {call}"
+                store.compare_set(decision_key, "", f"{_LATE}{waited}, number {round_index + 1} on {ranks_text(ranks)}")
+        decision = store.get(decision_key).decode()
+        if decision.startswith(_LATE):
+            raise RuntimeError(f"shardwright: {decision.removeprefix(_LATE)} (this is {who})")
+        statements = [mine] * len(ranks) if decision == "same" else [text.decode() for text in store.multi_get(keys)]
         for key in (f"/{own}", *(("", "/all") if own == ranks[0] else ())) if round_index >= 2 else ():
             store.delete_key(f"{round_index - 2}{key}")
         return dict(zip(ranks, statements, strict=True))
