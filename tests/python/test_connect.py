@@ -110,14 +110,38 @@ def test_transfers_between_jobs(tmp_path: pathlib.Path) -> None:
     jobs.launch(tmp_path, _transfer, JOBS)
 
 
+def _wait_for_all(shared: Any, key: str) -> None:
+    shared.add(key, 1)
+    while shared.add(key, 0) < 5:
+        time.sleep(0.02)
+
+
+def _late_start(shared: Any, role: str, rank: int) -> None:
+    """One rank starts a transfer after the connection's timeout, which is shorter than the default group's."""
+    _wait_for_all(shared, "here")
+    link = sw.connect(shared, role, 5, timeout_seconds=5)
+    src, dst = _layouts(link)
+    held = torch.ones(src.local_shape(link.rank)) if role == "trainer" else None
+    t = sw.transfer({"w": (held, src)} if role == "trainer" else None, {"w": dst}, group=link.group)
+    if (role, rank) == ("server", 1):
+        shared.get("late")
+    with pytest.raises(RuntimeError, match=r"waited 5 s for ranks \[1\] to call the start of a transfer"):
+        t.start()
+    shared.set("late", "")
+    t.start().wait()
+    link.close()
+
+
+def test_starts_have_the_timeout_of_the_connection(tmp_path: pathlib.Path) -> None:
+    jobs.launch(tmp_path, _late_start, JOBS)
+
+
 def _connect_with_a_late_rank(shared: Any, role: str, rank: int) -> None:
     """One rank calls only after the others timed out. Then all connect twice."""
     if (role, rank) != ("server", 1):
         with pytest.raises(RuntimeError, match="waited 1 s for 5 ranks"):
             sw.connect(shared, role, 5, timeout_seconds=1)
-    shared.add("failed", 1)
-    while shared.add("failed", 0) < 5:
-        time.sleep(0.02)
+    _wait_for_all(shared, "failed")
     for _ in range(2):
         link = sw.connect(shared, role, 5, timeout_seconds=30)
         assert link.ranks("trainer") == (3, 4)

@@ -451,15 +451,26 @@ def _options() -> Any | None:
 
 def _default_backends() -> Iterator[Any]:
     """Yields the default group's backend for each of its device types."""
-    world = dist.group.WORLD
-    assert world is not None
-    for device in world._device_types:
-        yield world._get_backend(device)
+    return _backends(default_if_none(None))
+
+
+def _backends(group: dist.ProcessGroup) -> Iterator[Any]:
+    for device in group._device_types:
+        yield group._get_backend(device)
 
 
 def default_timeout() -> timedelta:
     """Returns the default group's timeout, which new_group would not use; 30 minutes (PyTorch's default) if unknown."""
-    for backend in _default_backends():
+    return _timeout(_default_backends())
+
+
+def timeout_of(group: dist.ProcessGroup | None) -> timedelta:
+    """Returns the timeout of a group that joins several jobs; for other groups, that of the default group."""
+    return _timeout(_backends(group)) if group is not None and joins_jobs(group) else default_timeout()
+
+
+def _timeout(backends: Iterator[Any]) -> timedelta:
+    for backend in backends:
         timeout = getattr(getattr(backend, "options", None), "_timeout", None)
         if isinstance(timeout, timedelta):
             return timeout

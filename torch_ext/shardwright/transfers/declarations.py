@@ -148,7 +148,7 @@ class Starts:
             ranks, rank = tuple(groups.ranks_in_meshes(group)), groups.rank_in_meshes(group)
             call = "the start of a transfer (nothing was moved; all ranks of the group must call start() or receive())"
             mine = json.dumps([list(problems), note])
-            texts = self._texts.exchange(call, mine, ranks, rank, groups.default_timeout())
+            texts = self._texts.exchange(call, mine, ranks, rank, groups.timeout_of(group))
             received = [json.loads(text) for text in texts.values()]
             problems, notes = [problem for some, _ in received for problem in some], [note for _, note in received]
         raise_problems(problems)
