@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -295,6 +297,29 @@ def test_unsupported_dtypes_raise(pool: Pool) -> None:
         assert any(re.match(rf"  source {unknown}.*\(on rank 0\)$", line) for line in lines), lines
         assert any(re.match(rf"  destination {unknown}.*\(on ranks 0, 1\)", line) for line in lines), lines
         assert any(line.startswith("  v: the map makes (2,) from v") for line in lines), lines
+
+
+def _no_memory(failing: str, options: dict[str, Any]) -> None:
+    """Rank 3 cannot allocate its destination, so no rank starts. A later start succeeds."""
+    rank = dist.get_rank()
+    state = {"w": (_mine(_layout(4)) + 1, _layout(4))} if rank < 2 else None
+    to = {"w": _layout(4, mesh=SERVE)}
+    if options and rank >= 2:
+        to = {"w": (_mine(to["w"]), to["w"])}
+    t = sw.transfer(state, to, **options)
+    error = mock.patch(f"shardwright.transfers.transfer.{failing}", side_effect=MemoryError("no memory"))
+    with error if rank == 3 else contextlib.nullcontext(), pytest.raises(ValueError) as raised:
+        t.start()
+    assert "nothing was moved, because\n  MemoryError: no memory (on rank 3)" in str(raised.value)
+    t.start().wait()
+    assert rank < 2 or (t.tensors["w"][0].item() == 1)
+
+
+@pytest.mark.parametrize(
+    "failing, options", [("Transfer._allocated_tensor", {}), ("SecondCopy", {"staging": "double"})]
+)
+def test_no_rank_starts_if_one_has_no_memory(pool: Pool, failing: str, options: dict[str, Any]) -> None:
+    pool.run(_no_memory, WORLD_SIZE, failing, options)
 
 
 def test_transfer_without_process_group_raises() -> None:

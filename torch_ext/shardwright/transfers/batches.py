@@ -6,6 +6,8 @@ A batch moves boxes of elements from sources to a range of destinations, in roun
 from __future__ import annotations
 
 import bisect
+import functools
+import math
 from collections.abc import Sequence
 
 import torch
@@ -102,3 +104,10 @@ class BoundBatch:
         if (reduced := self._reduced.get(index)) is None:
             return source
         return plain_tensors.redistribute_local(source, self._layouts[index], reduced, group=self._group.get())
+
+
+@functools.lru_cache(maxsize=1024)
+def largest_part_bytes(layout: _planner.Layout) -> int:
+    """Returns the bytes of the largest local tensor of a layout."""
+    itemsize = int(getattr(torch, layout.dtype).itemsize)
+    return itemsize * max(math.prod(layout.local_shape(rank)) for rank in layout.mesh.ranks)

@@ -7,8 +7,6 @@ of one round.
 from __future__ import annotations
 
 import contextlib
-import functools
-import math
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
@@ -16,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .._native import _planner
 from ..layouts.errors import argument_error
 from ..layouts.topology import Topology, named_topology, tables_now
 from ..planning.batches import BUCKET_BYTES, BUCKETS
@@ -28,7 +25,7 @@ from ..versions.messages import Rounds
 from ..versions.pieces import Ends
 from ..versions.second_copy import SecondCopy
 from . import batches
-from .batches import BoundBatch
+from .batches import BoundBatch, largest_part_bytes
 from .progress import Progress
 from .receiving import Receiving
 from .setup import Options, Setup, read_options, read_or_report, set_up
@@ -229,22 +226,29 @@ class Transfer:
 
         Raises:
             ValueError: raised on all ranks, before anything moves: a tensor has another layout, dtype or device than
-                when the transfer was planned, or its module no longer has it.
+                when the transfer was planned, or its module no longer has it; or a rank has no memory left for its
+                destination.
             RuntimeError: other ranks did not call within the timeout.
         """
         failure = self._complete_earlier_runs("start")
-        notes = self._reread(everything)
+        second_copy = self._second_copy
+
+        def prepare() -> Note | None:
+            nonlocal second_copy
+            tensors = self._destination()
+            if self._has_second_copy and (second_copy is None or second_copy.locations != locations_of(tensors)):
+                second_copy = SecondCopy(tensors)
+            return None if self._changes is None else self._changes.scan(self._source, tensors, everything)
+
+        notes = self._reread(prepare)
+        self._second_copy = second_copy
         tensors = self._destination()
         run: _Run
         report = None
         if self._changes is not None:
             run, report = self._start_changed(self._changes, [Note(*note) for note in notes], tensors)
-        elif self._has_second_copy:
-            if self._second_copy is None or self._second_copy.locations != locations_of(tensors):
-                self._second_copy = SecondCopy(tensors)
-            run = self._batch.start(self._second_copy.tensors)
         else:
-            run = self._batch.start(tensors)
+            run = self._batch.start(tensors if second_copy is None else second_copy.tensors)
         if not self._has_second_copy:
             self._increment_versions(range(len(tensors)))
         self._last_handle = TransferHandle(self, run, failure, locations_of(tensors))
@@ -356,18 +360,17 @@ class Transfer:
                 f"{by}: tensors of the destination got other storages after the last start(); start again"
             )
 
-    def _reread(self, everything: bool = False) -> list[Any]:
-        """Reads all tensors again. Returns the notes of all ranks about their changes.
+    def _reread(self, prepare: Callable[[], Note | None] = lambda: None) -> list[Any]:
+        """Reads all tensors again, then calls `prepare`. Returns its results on all ranks.
 
-        Raises ValueError on all ranks, before anything is sent, if a tensor no longer matches the plan.
+        Raises ValueError on all ranks, before anything is sent, if a tensor no longer matches the plan, or `prepare`
+        fails on a rank, for example because the rank has no memory left.
         """
         own = self._second_copy.num_tensors if self._second_copy is not None else {}
         problems: list[str] = []
         rank = groups.rank_in_meshes(self._group.get())
         problems += read_or_report(lambda: self._setup.tensors.reread(own), problems, rank, [])
-        note, changes = None, self._changes
-        if changes is not None and not problems:
-            note = read_or_report(lambda: changes.scan(self._source, self._destination(), everything), problems, rank)
+        note = None if problems else read_or_report(prepare, problems, rank)
         return self._setup.starts.agree(problems, note)
 
     def _increment_versions(self, indices: range) -> None:
@@ -484,17 +487,10 @@ class Transfer:
         """Yields ranges of destinations whose largest parts fit into `bucket_bytes`. Equal on all ranks."""
         begin, total = 0, 0
         for i, layout in enumerate(self._setup.destinations):
-            size = _largest_part_bytes(layout)
+            size = largest_part_bytes(layout)
             if i > begin and total + size > self._options.bucket_bytes:
                 yield range(begin, i)
                 begin, total = i, 0
             total += size
         if begin < len(self._setup.destinations):
             yield range(begin, len(self._setup.destinations))
-
-
-@functools.lru_cache(maxsize=1024)
-def _largest_part_bytes(layout: _planner.Layout) -> int:
-    """Returns the bytes of the largest local tensor of a layout."""
-    itemsize = int(getattr(torch, layout.dtype).itemsize)
-    return itemsize * max(math.prod(layout.local_shape(rank)) for rank in layout.mesh.ranks)
