@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import dtensors
 import oracle
@@ -102,6 +103,26 @@ def _batch_waited_for_on_another_stream(rounds: int) -> None:
 
 def test_tensor_of_batch_can_be_waited_for_on_another_stream(async_pool: Pool) -> None:
     async_pool.run(_batch_waited_for_on_another_stream, 4, 6)
+
+
+def _changes_on_another_device() -> None:
+    """The tensors are not on the current device of the thread, so neither are the messages."""
+    rank = dist.get_rank()
+    layouts = [sw.Layout(sw.Mesh({"a": 1}, [owner]), (64,), ["R"]) for owner in range(2)]
+    source, destination = (torch.zeros(64, device=f"{DEVICE}:1") for _ in range(2))
+    state, to = ({"w": (source, layouts[0])}, {}) if rank == 0 else (None, {"w": (destination, layouts[1])})
+    t = sw.transfer(state, to, only_changed=True)
+    t.start().wait()
+    source[3] = 5.0
+    handle = t.start()
+    made = handle._run._in_flight
+    assert {x.device.index for x in (made.sent, *made.received)} == {1}
+    handle.wait()
+    assert handle.report.reason == "" and (rank == 0 or destination.cpu().nonzero().tolist() == [[3]])
+
+
+def test_changes_are_sent_from_the_device_of_the_tensors(async_pool: Pool) -> None:
+    async_pool.run(_changes_on_another_device, 2)
 
 
 # -------------------------------------------------------------------------------------- without a wait

@@ -316,7 +316,8 @@ class Transfer:
         group, written = self._group.get(), [tensor.detach() for tensor in tensors]
         torch.autograd.graph.increment_version(written)  # writes in inference mode bypass autograd
         round_bytes = self._options.bucket_bytes * self._options.buckets
-        wire = executables.wire(self._setup.device.type, group)
+        device = written[0].device if written else self._setup.device  # with its index, unlike the argument `device`
+        wire = device if executables.wire(device.type, group) == device.type else torch.device("cpu")
         rounds = changes.send(notes, self._source, written, round_bytes, group, wire)
         report = changes.report("", rounds)
         counters.counts.changed_starts += 1

@@ -133,14 +133,14 @@ class Changes:
         destinations: Sequence[torch.Tensor],
         round_bytes: int,
         group: dist.ProcessGroup | None,
-        wire: str,
+        wire: torch.device,
     ) -> Rounds:
         """Sends the changes, and copies this rank's own elements. All ranks must call, with equal notes.
 
         Args:
             notes: those of all ranks of the group.
             round_bytes: bytes of the messages that a rank sends and receives at a time.
-            wire: the device type of messages.
+            wire: the device of messages.
         """
         for piece in self._local:
             local = destinations[piece.destination]

@@ -172,7 +172,7 @@ class Rounds:
         incoming: Mapping[int, Message],
         num_destinations: int,
         group: dist.ProcessGroup | None,
-        wire: str,
+        wire: torch.device,
     ) -> None:
         self._outgoing, self._incoming = outgoing, incoming
         self._num_destinations = num_destinations
