@@ -6,6 +6,7 @@ The device runs work later than the host submits it. A read that is too early or
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -103,6 +104,41 @@ def _batch_waited_for_on_another_stream(rounds: int) -> None:
 
 def test_tensor_of_batch_can_be_waited_for_on_another_stream(async_pool: Pool) -> None:
     async_pool.run(_batch_waited_for_on_another_stream, 4, 6)
+
+
+def _changes_waited_for_on_another_stream(rounds: int) -> None:
+    """Changed elements are copied on each rank, or sent to the other. The sources are overwritten at once."""
+    rank, streams = dist.get_rank(), [torch.Stream(device=DEVICE) for _ in range(3)]
+    mesh = sw.Mesh({"a": 2})
+    src, dst = (sw.Layout(mesh, (64, 64), [kind]) for kind in ("S(0)", "S(1)"))
+    full = torch.arange(64.0 * 64).view(64, 64)
+    local = torch.zeros(32, 64, device=DEVICE)
+    sources = {"sent": (local, src), "own": (local.clone(), src)}
+    t = sw.transfer(sources, {"sent": dst, "own": src}, only_changed=True)
+    for turn in range(rounds):
+        full[turn % 64, ::8] += 1
+        with streams[turn % 3]:
+            for source, _ in sources.values():
+                source.copy_(full.chunk(2)[rank])
+            handle = t.start()
+        with streams[(turn + 1) % 3]:
+            handle.source_free.wait()
+            for source, _ in sources.values():
+                source.fill_(-2.0)
+        with streams[(turn + 2) % 3]:
+            while turn % 2 and not handle.is_done():
+                time.sleep(0.001)
+            if turn % 2 == 0:
+                handle.wait()
+            _check(t.tensors["sent"], full.chunk(2, 1)[rank], turn)
+            _check(t.tensors["own"], full.chunk(2)[rank], turn)
+            handle.wait()
+        torch.accelerator.synchronize()
+        assert turn == 0 or handle.report.reason == ""
+
+
+def test_changes_can_be_waited_for_on_another_stream(async_pool: Pool) -> None:
+    async_pool.run(_changes_waited_for_on_another_stream, 2, 9)
 
 
 def _changes_on_another_device() -> None:

@@ -318,7 +318,7 @@ class Transfer:
         round_bytes = self._options.bucket_bytes * self._options.buckets
         device = written[0].device if written else self._setup.device  # with its index, unlike the argument `device`
         wire = device if executables.wire(device.type, group) == device.type else torch.device("cpu")
-        rounds = changes.send(notes, self._source, written, round_bytes, group, wire)
+        rounds = changes.send(notes, self._source, written, round_bytes, group, device, wire)
         report = changes.report("", rounds)
         counters.counts.changed_starts += 1
         counters.counts.changed_bytes += report.received_bytes

@@ -133,6 +133,7 @@ class Changes:
         destinations: Sequence[torch.Tensor],
         round_bytes: int,
         group: dist.ProcessGroup | None,
+        device: torch.device,
         wire: torch.device,
     ) -> Rounds:
         """Sends the changes, and copies this rank's own elements. All ranks must call, with equal notes.
@@ -140,6 +141,7 @@ class Changes:
         Args:
             notes: those of all ranks of the group.
             round_bytes: bytes of the messages that a rank sends and receives at a time.
+            device: the device of all tensors.
             wire: the device of messages.
         """
         for piece in self._local:
@@ -156,7 +158,7 @@ class Changes:
                     message = self._incoming[sender]
                     message.num_changed, message.index_bytes = count, index_bytes
         per_message = max(1, round_bytes // max(1, *num_peers) // (self._block_bytes + widest))
-        rounds = Rounds(self._outgoing, self._incoming, len(destinations), group, wire)
+        rounds = Rounds(self._outgoing, self._incoming, len(destinations), group, device, wire)
         rounds.run(-(-most // per_message), per_message, source, destinations.__getitem__)
         for message in self._outgoing.values():
             message.forget_blocks()

@@ -172,12 +172,14 @@ class Rounds:
         incoming: Mapping[int, Message],
         num_destinations: int,
         group: dist.ProcessGroup | None,
+        device: torch.device,
         wire: torch.device,
     ) -> None:
         self._outgoing, self._incoming = outgoing, incoming
         self._num_destinations = num_destinations
         self._group = group
-        self._wire = wire
+        self._device, self._wire = device, wire  # of tensors and of messages
+        self._events: list[torch.Event] = []  # on devices with streams: the ends of `run` and of the last round
         self._in_flight: _Round | None = None
         self._failure: BaseException | None = None  # the error of a wait; destinations may have part of its blocks
         self.received_bytes = self.sent_bytes = 0
@@ -187,13 +189,16 @@ class Rounds:
         for begin in range(0, num_rounds * per_message, per_message):
             self.wait()
             self._start(begin, begin + per_message, source, destination)
+        self._events.clear()
+        self._record_event()
 
     def completion_order(self) -> list[int]:
         """Returns the indices of the destinations, which are completed together."""
         return list(range(self._num_destinations))
 
     def wait_for_sources(self) -> None:
-        """Returns at once: sources were packed by `run`."""
+        """Makes the current stream wait until sources are packed. `run` has packed them all."""
+        self._wait_for_events()
 
     def wait_for(self, index: int) -> None:
         """Waits until all destinations are complete."""
@@ -204,15 +209,17 @@ class Rounds:
         """Waits for the round in flight, and writes its blocks to the destinations. Every wait raises its error."""
         if self._failure is not None:
             raise self._failure
+        self._wait_for_events()
         if self._in_flight is None:
             return
-        work, begin, end, _, received, destination = self._in_flight
+        work, begin, end, sent, received, destination = self._in_flight
         try:
             self._wait_for(work)
+            for buffer in (sent, *received) if self._wire.type != "cpu" else ():
+                buffer.record_stream(torch.accelerator.current_stream(buffer.device))  # allocated on that of `start`
             for message, part in zip(_in_order(self._incoming), received):
-                if part.device.type != "cpu":  # it may have been allocated on another stream, that of `start`
-                    part.record_stream(torch.accelerator.current_stream(part.device))
                 message.unpack(begin, end, part, destination)
+            self._record_event()
         except BaseException as error:
             self._failure = error
             raise
@@ -227,10 +234,19 @@ class Rounds:
             raise dist.DistBackendError(f"shardwright: {rank} failed in sending changes: {error}") from error
 
     def is_done(self) -> bool:
-        """Returns True if the round in flight is complete. Does not wait for other ranks."""
+        """Returns True if all rounds are complete. Does not wait for other ranks."""
         if self._in_flight is not None and self._in_flight.work.is_completed():
             self.wait()
-        return self._in_flight is None
+        return self._in_flight is None and all(event.query() for event in self._events)
+
+    def _record_event(self) -> None:
+        if self._device.type != "cpu":
+            self._events.append(torch.accelerator.current_stream(self._device).record_event())
+
+    def _wait_for_events(self) -> None:
+        """Makes the current stream wait for the work that this object has queued on other streams."""
+        for event in self._events:
+            torch.accelerator.current_stream(self._device).wait_event(event)
 
     def _start(self, begin: int, end: int, source: ReadTensor, destination: ReadTensor) -> None:
         """Starts to exchange the changed blocks [begin, end) of each message."""
