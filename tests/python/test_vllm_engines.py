@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 import jobs
 import shardwright as sw
 import vllm_double
+from pool import run_isolated
 
 sys.path.append(str(pathlib.Path(__file__).parents[2] / "examples"))
 
@@ -154,3 +155,21 @@ def test_workers_get_what_their_loader_writes(tmp_path: pathlib.Path, only_chang
         store.set("port", str(free.getsockname()[1]))
         store.set("only_changed", json.dumps(only_changed))
     jobs.launch(tmp_path, _run_exactly, {"trainer": RANKS, "server": RANKS})
+
+
+def _both_fail() -> None:
+    vllm_double.install()
+    from shardwright.integrations.vllm.engines import TrainerEngine
+
+    def fail(error: Exception) -> None:
+        raise error
+
+    own, of_workers = RuntimeError("timed out"), ConnectionError("worker 1 has ended")
+    with pytest.raises(RuntimeError, match="timed out") as raised:
+        TrainerEngine(client=None)._with_workers(lambda: fail(of_workers), lambda: fail(own))
+    assert raised.value.__cause__ is of_workers
+
+
+def test_error_of_workers_is_the_cause_of_the_senders() -> None:
+    [outcome] = run_isolated(_both_fail, 1)
+    assert outcome.ok, outcome.error

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
@@ -35,6 +35,8 @@ from ...loaders.recording import Weights
 from ...runtime.connecting import Connection, connect
 from . import BACKEND
 from .loading import LoadedWeights, default_backend, planned, recorded
+
+_GRACE_SECONDS = 1.0  # time for the workers' error to arrive after an error on the sender
 
 
 @dataclass(kw_only=True)
@@ -224,14 +226,23 @@ class TrainerEngine(TrainerWeightTransferEngine[TrainerInfo]):
         self._transfer = planned(parts, None, [], init_info, self._link, None)
 
     def _with_workers(self, call: Callable[[], object], own: Callable[[], object]) -> None:
-        """Runs `own`, and on the sender at the same time `call`, which returns when the workers are done."""
+        """Runs `own`, and on the sender at the same time `call`, which returns when the workers are done.
+
+        If both fail, the workers' error is the cause of the error of `own`.
+        """
         if not self.is_sender:
             own()
             return
         executor = ThreadPoolExecutor(max_workers=1)
         try:
             workers = executor.submit(call)
-            own()
+            try:
+                own()
+            except Exception as error:
+                wait([workers], timeout=_GRACE_SECONDS)
+                if workers.done() and (cause := workers.exception()) is not None:
+                    raise error from cause
+                raise
             workers.result()
         finally:
             executor.shutdown(wait=False)  # after an error here, workers may wait until their timeout
