@@ -11,6 +11,7 @@ import time
 import types
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from torch.distributed.tensor import DTensor
 import jobs
 import shardwright as sw
 import vllm_double
-from pool import run_isolated
+from pool import Pool, run_isolated
 
 sys.path.append(str(pathlib.Path(__file__).parents[2] / "examples"))
 
@@ -173,3 +174,43 @@ def _both_fail() -> None:
 def test_error_of_workers_is_the_cause_of_the_senders() -> None:
     [outcome] = run_isolated(_both_fail, 1)
     assert outcome.ok, outcome.error
+
+
+def _server_fails(failing: str) -> str:
+    """Rank 1 loads weights into a layer that converts them. Returns the error that all ranks raise."""
+    from shardwright.integrations.vllm.loading import LoadedWeights, recorded
+
+    layer = torch.nn.Linear(4, 4, bias=False).requires_grad_(False)
+    layer.process_weights_after_loading = None
+    layer.load_weights = lambda weights: [layer.weight.data.copy_(weight) for _, weight in weights]
+    info = types.SimpleNamespace(kernel_tensors=({}, {}), can_load=lambda: False)
+    functions: dict[str, Any] = {
+        "initialize_layerwise_reload": lambda _: None,
+        "get_layerwise_info": lambda _: info,
+        "get_layer_tensors": lambda _: {"weight": layer.weight},
+        "materialize_layer": lambda *_: layer.to_empty(device="cpu"),
+        "_get_original_loader": lambda _: None,
+        "finalize_layerwise_reload": lambda *_: None,
+        "is_deferred_attention_layer": lambda _: False,
+    }
+    functions[failing] = mock.Mock(side_effect=MemoryError("no memory"))
+    package = "vllm.model_executor.model_loader.reload"
+    modules = {name: types.ModuleType(name) for name in ("vllm", "vllm.model_executor", package.rpartition(".")[0])}
+    layerwise = types.SimpleNamespace(**functions)
+    weights, options = {"weight": ((4, 4), torch.float32)}, types.SimpleNamespace(unused=[], unwritten=[])
+    link = types.SimpleNamespace(world_size=2, group=None)
+    modules[package] = types.SimpleNamespace(layerwise=layerwise)  # type: ignore[assignment]
+    with mock.patch.dict(sys.modules, modules), pytest.raises(ValueError) as raised:
+        if dist.get_rank() == 0:
+            recorded(lambda _: None, (), weights, options, link)
+        else:
+            layer.to("meta")
+            loaded = LoadedWeights(layer, None, ())
+            loaded.destinations(lambda load, x, use: recorded(load, x, weights, options, link, use))
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("failing", ["materialize_layer", "finalize_layerwise_reload", "is_deferred_attention_layer"])
+def test_all_ranks_raise_if_a_server_fails_to_load(pool: Pool, failing: str) -> None:
+    for text in pool.run(_server_fails, 2, failing):
+        assert "MemoryError: no memory (on rank 1" in text

@@ -139,7 +139,9 @@ class Receiver(_Member):
             weights, rules, options = _from_trainer(link, None)
             vllm = self._vllm_config
             self._loaded = LoadedWeights(self._model, vllm.model_config, options.plain_methods)
-            to = self._loaded.destinations(lambda load, x: recorded(unquantized(load, vllm), x, weights, options, link))
+            to = self._loaded.destinations(
+                lambda load, x, use: recorded(unquantized(load, vllm), x, weights, options, link, use)
+            )
             self._transfer = planned(None, to, rules, options, link, self._device)
         assert self._transfer is not None
         self._transfer.start().wait()

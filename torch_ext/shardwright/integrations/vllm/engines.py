@@ -84,7 +84,7 @@ class ServerEngine(WeightTransferEngine[ServerInitInfo, UpdateInfo]):
         model_config = self.vllm_config.model_config
         self._loaded = LoadedWeights(self.model, model_config, init_info.plain_methods)
         weights = _shapes(init_info)
-        to = self._loaded.destinations(lambda load, parameters: recorded(load, parameters, weights, init_info, link))
+        to = self._loaded.destinations(lambda load, x, use: recorded(load, x, weights, init_info, link, use))
         self._transfer = planned(None, to, [], init_info, link, self.device)
 
     def start_weight_update(self) -> None:

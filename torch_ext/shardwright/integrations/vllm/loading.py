@@ -5,6 +5,7 @@ Follows vllm/model_executor/model_loader/reload of vLLM 0.32 and 0.33.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,14 +19,16 @@ from ...loaders.recording import Load, Weights
 from ...rules import cast
 from ...rules.kinds import Rule
 from ...runtime.connecting import Connection
+from ...transfers.setup import read_or_report
 from ...transfers.transfer import Transfer, transfer
 
 # Classes of `quant_method` and of attention that leave weights on CUDA as the loader writes them.
 PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 PLAIN_ATTENTION = ("Attention",)
 
-# Finds destinations: gets the model's loader and its parameters, returns (tensor, layout) of each weight.
-Record = Callable[[Load, Iterable[tuple[str, torch.Tensor]]], dict[str, tuple[torch.Tensor, Any]]]
+Found = dict[str, tuple[torch.Tensor, Any]]  # (tensor, layout) of each weight
+# Finds destinations: gets the model's loader, its parameters, and a function to call with the result.
+Record = Callable[[Load, Iterable[tuple[str, torch.Tensor]], Callable[[Found], None]], Found]
 
 
 class LoadedWeights:
@@ -44,23 +47,43 @@ class LoadedWeights:
         self._converts = _converts(model, {*PLAIN_METHODS, *plain_methods})
         self._layers: dict[torch.nn.Module, dict[str, torch.Tensor]] = {}  # the second set: by layer and name
 
-    def destinations(self, record: Record) -> dict[str, tuple[torch.Tensor, Any]]:
+    def destinations(self, record: Record) -> Found:
         """Returns what `record` finds. The model's parameters are unchanged afterwards.
 
-        Raises ValueError if the loader writes to an attention layer that converts its weights, such as scales.
+        `record` raises ValueError on all ranks if this rank has no memory for the second set, or the loader writes to
+        an attention layer that converts its weights, such as scales.
         """
         model = self._model
         if not self._converts:
-            return record(model.load_weights, model.named_parameters())
+            return record(model.load_weights, model.named_parameters(), lambda _: None)
         from vllm.model_executor.model_loader.reload import layerwise
 
-        layerwise.initialize_layerwise_reload(model)
-        try:
-            kernel_tensors = {layer: layerwise.get_layerwise_info(layer).kernel_tensors for layer in model.modules()}
-            as_loaded = {layer: _tensors_as_loaded(layer) for layer in model.modules()}
-            found = record(model.load_weights, _untied(model, kernel_tensors))
-        finally:
-            self._end_reload()
+        with contextlib.ExitStack() as reload:
+            reload.callback(self._end_reload)
+            load, parameters = model.load_weights, iter(model.named_parameters())
+            as_loaded, kernel_tensors = {}, {}
+            try:
+                layerwise.initialize_layerwise_reload(model)
+                kernel_tensors = {
+                    layer: layerwise.get_layerwise_info(layer).kernel_tensors for layer in model.modules()
+                }
+                as_loaded = {layer: _tensors_as_loaded(layer) for layer in model.modules()}
+                parameters = _untied(model, kernel_tensors)
+            except Exception as error:
+                load = _failing(error)
+
+            def keep(found: Found) -> None:
+                reload.close()
+                self._keep_written(found, as_loaded, kernel_tensors)
+
+            return record(load, parameters, keep)
+
+    def _keep_written(
+        self, found: Found, as_loaded: dict[torch.nn.Module, dict[str, torch.Tensor]], kernel_tensors: dict[Any, Any]
+    ) -> None:
+        """Keeps the tensors of the layers to which the loader writes, and of layers with tied weights."""
+        from vllm.model_executor.model_loader.reload import layerwise
+
         written = {tensor.untyped_storage()._cdata for tensor, _ in found.values()}
         used: dict[int, torch.Tensor] = {}  # the second set, by the tensor that the kernels use
         for layer, tensors in as_loaded.items():
@@ -73,7 +96,6 @@ class LoadedWeights:
             tied = {name: used[id(x)] for name, x in kernel_tensors[layer][0].items() if id(x) in used}
             if tied:
                 self._layers[layer] = tied
-        return found
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -113,11 +135,17 @@ def unquantized(load: Load, vllm_config: Any) -> Load:
     if vllm_config.quant_config is None:
         return load
 
-    def refuse(_: Any) -> None:
-        quantization = type(vllm_config.quant_config).__name__
-        raise argument_error("vLLM's quant_config", "None: use another engine", quantization)
+    quantization = type(vllm_config.quant_config).__name__
+    return _failing(argument_error("vLLM's quant_config", "None: use another engine", quantization))
 
-    return refuse
+
+def _failing(error: Exception) -> Load:
+    """Returns a loader that raises an error, so that recording it raises the error on all ranks."""
+
+    def fail(_: Any) -> None:
+        raise error
+
+    return fail
 
 
 def _quant_methods(model: torch.nn.Module) -> dict[str, str]:
@@ -165,17 +193,31 @@ def _untied(model: torch.nn.Module, kernel_tensors: dict[torch.nn.Module, Any]) 
 
 
 def recorded(
-    load: Load, parameters: Iterable[tuple[str, torch.Tensor]], weights: Weights, options: Any, link: Connection
-) -> dict[str, tuple[torch.Tensor, Any]]:
+    load: Load,
+    parameters: Iterable[tuple[str, torch.Tensor]],
+    weights: Weights,
+    options: Any,
+    link: Connection,
+    use: Callable[[Found], None] = lambda _: None,
+) -> Found:
     """Returns what this rank's loader writes. All ranks of the connection call; those of the trainer load nothing.
 
-    Raises ValueError on all ranks if a loader cannot be recorded.
+    Raises ValueError on all ranks if a loader cannot be recorded, or `use` fails on a rank.
 
     Args:
         options: has `unused` and `unwritten`, as in `recorded_destination`.
+        use: a function to call with the result.
     """
     lists = {"unused": options.unused, "unwritten": options.unwritten}
-    return recorded_destination(load, weights, range(link.world_size), parameters=parameters, group=link.group, **lists)
+    group = link.group
+    found = recorded_destination(load, weights, range(link.world_size), parameters=parameters, group=group, **lists)
+    problems: list[str] = []
+    read_or_report(lambda: use(found), problems, dist.get_rank(group))
+    of_ranks: list[list[str]] = [[]] * link.world_size
+    dist.all_gather_object(of_ranks, problems, group=group)
+    if texts := [text for of_rank in of_ranks for text in of_rank]:
+        raise ValueError("the weights as loaded cannot be kept, because\n  " + "\n  ".join(dict.fromkeys(texts)))
+    return found
 
 
 def planned(
