@@ -90,7 +90,8 @@ void ProgramBuilder::copy(BufferId src, BufferId dst, std::vector<Box> boxes) {
 }
 
 void ProgramBuilder::divide(BufferRange dst, double divisor) {
-  if (divisor != 1 && dst.count > 0) emit(Divide{dst, divisor});
+  const bool changes_dtype = !program_.dtype.has_fractions();
+  if (divisor != 1 && (dst.count > 0 || changes_dtype)) emit(Divide{dst, divisor});
 }
 
 void ProgramBuilder::copy_shared(const Step& step, BufferId current, BufferId next) {

@@ -61,7 +61,8 @@ class ProgramBuilder {
   // Returns the last instruction if it belongs to the current step and chunk, else null.
   Instruction* last_of_chunk();
   // The following functions emit nothing if there is nothing to do. send_receive without messages returns kNoTicket,
-  // wait(kNoTicket) and a copy without boxes do nothing, and so does divide for no elements or for a divisor of 1.
+  // wait(kNoTicket) and a copy without boxes do nothing, and so does divide for a divisor of 1, or for no elements. But
+  // integers are also divided without elements, because a division changes their dtype.
   Ticket send_receive(SendReceive move);
   void wait(Ticket ticket);
   void copy(BufferId src, BufferId dst, std::vector<Box> boxes);

@@ -36,13 +36,7 @@ void compile_partition(ProgramBuilder& builder, const Step& step, BufferId curre
     divisors.erase(divisors.begin());
   }
   if (!copy.boxes.empty()) builder.emit(std::move(copy));
-  for (const double divisor : divisors) {
-    if (has_fractions) {
-      builder.divide(builder.whole(next), divisor);
-    } else if (divisor != 1) {
-      builder.emit(Divide{builder.whole(next), divisor});  // also without elements, because it changes the dtype
-    }
-  }
+  for (const double divisor : divisors) builder.divide(builder.whole(next), divisor);
 }
 
 // Returns Program::box_of_input: the first index of the result in the input, by tensor dim, if all steps only slice and
