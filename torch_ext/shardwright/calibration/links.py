@@ -24,7 +24,7 @@ from .._planner import Link, LinkFit, Topology, fit_links
 from ..layouts import argument_values
 from ..layouts.errors import argument_error
 from ..layouts.topology import load_topology
-from ..runtime import groups
+from ..runtime import executables, groups
 from .job import Job, by_node, ranks_per_node, seconds_of
 from .products import Traffic
 
@@ -183,7 +183,7 @@ def _all_to_all(job: Job, measurement: _Measurement) -> Callable[[], object]:
     if measurement.team is None:
         return lambda: None
     team = measurement.team
-    wire = job.device if job.lowering.is_on_device else torch.device("cpu")
+    wire = executables.wire(job.device, team)
     sent, received = torch.zeros(2, measurement.sent_bytes, dtype=torch.uint8, device=wire)
     if job.lowering.uses_messages(measurement.sent_bytes // measurement.peers):
         peers = [rank for rank in dist.get_process_group_ranks(team) if rank != dist.get_rank()]

@@ -27,7 +27,7 @@ from ..runtime import argument_checks, counters, dynamo, executables, groups
 from ..runtime.agreement import Statement, in_default_store, ranks_text
 from ..runtime.plain_tensors import redistribute_part
 from . import guards, masks
-from .specs import layout_of_spec
+from .specs import layout_of_spec, with_placements
 
 
 def is_other_mesh(x: DTensor, mesh: DeviceMesh | None) -> bool:
@@ -199,14 +199,7 @@ def with_dtype(spec: DTensorSpec, dtype: torch.dtype, placements: tuple[Placemen
     placements = spec.placements if placements is None else placements
     if placements == spec.placements and dtype == spec.tensor_meta.dtype:
         return spec
-    encodes_order = spec.use_strided_shard_as_shard_order
-    return DTensorSpec(
-        spec.mesh,
-        placements,
-        spec.tensor_meta._replace(dtype=dtype),
-        None if encodes_order else spec.shard_order,
-        use_strided_shard_as_shard_order=encodes_order,
-    )
+    return with_placements(spec, placements, dtype)
 
 
 def _have_same_placements(a: DTensorSpec, b: DTensorSpec) -> bool:

@@ -49,10 +49,14 @@ def row_major_spec(
     return _row_major_spec(mesh, groups.key_of_mesh(mesh), layout, placements)
 
 
-def with_placements(spec: DTensorSpec, placements: tuple[Placement, ...]) -> DTensorSpec:
-    """Returns the spec of a row-major tensor with other placements, but the same shards in the same shard order."""
+def with_placements(
+    spec: DTensorSpec, placements: tuple[Placement, ...], dtype: torch.dtype | None = None, is_row_major: bool = False
+) -> DTensorSpec:
+    """Returns the spec with other placements in the same shard order, and if given, another dtype or row-major."""
     assert spec.tensor_meta is not None
-    meta = spec.tensor_meta._replace(stride=tuple(make_contiguous_strides_for(spec.shape)))
+    meta = spec.tensor_meta
+    stride = tuple(make_contiguous_strides_for(meta.shape)) if is_row_major else meta.stride
+    meta = TensorMeta(meta.shape, stride, dtype or meta.dtype)
     encodes_order = spec.use_strided_shard_as_shard_order
     order = None if encodes_order else spec.shard_order
     return DTensorSpec(spec.mesh, placements, meta, order, use_strided_shard_as_shard_order=encodes_order)

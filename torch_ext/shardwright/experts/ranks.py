@@ -69,8 +69,7 @@ class ExpertGroup:
         if device not in self._wire_devices:
             group = self._group.get()
             self._check_backend(group)
-            wire = executables.wire(device.type, group)
-            self._wire_devices[device] = device if wire == device.type else torch.device(wire)
+            self._wire_devices[device] = executables.wire(device, group)
         return self._wire_devices[device]
 
 

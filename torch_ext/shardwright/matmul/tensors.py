@@ -254,4 +254,4 @@ def _gradient_spec(spec: DTensorSpec | None, texts: tuple[str, ...] = ()) -> DTe
 def _cached_gradient_spec(spec: DTensorSpec, _: Hashable, texts: tuple[str, ...]) -> DTensorSpec:
     """Does the work of `_gradient_spec`. `_` is the key of the mesh's process groups, by which results are cached."""
     placements = gradient_placements(spec.placements, texts)
-    return spec if placements == spec.placements else with_placements(spec, placements)
+    return spec if placements == spec.placements else with_placements(spec, placements, is_row_major=True)

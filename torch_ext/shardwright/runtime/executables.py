@@ -328,7 +328,8 @@ def operator_group_names(text: str, rank: int, **where: Any) -> list[str]:
 def bind_batch(batch: _planner.Batch, device_type: str, group: dist.ProcessGroup | None) -> _runtime.BoundBatch:
     """Plans a batch and returns this rank's program, bound to `group`. The batch's meshes have ranks of that group."""
     name = groups.default_if_none(group).group_name
-    return _runtime.BoundBatch(batch.to_bytes(), dist.get_rank(group), name, wire(device_type, group))
+    sent_from = wire(torch.device(device_type), group)
+    return _runtime.BoundBatch(batch.to_bytes(), dist.get_rank(group), name, sent_from.type)
 
 
 def run(
@@ -471,9 +472,9 @@ def lowering(device_type: str, group: dist.ProcessGroup | None) -> _planner.Lowe
     return _planner.Lowering.of_backend(name, device_type)
 
 
-def wire(device_type: str, group: dist.ProcessGroup | None) -> str:
-    """Returns the device type from whose memory the group sends tensors of `device_type`: the same, or ``"cpu"``."""
-    return device_type if lowering(device_type, group).is_on_device else "cpu"
+def wire(device: torch.device, group: dist.ProcessGroup | None) -> torch.device:
+    """Returns the device from whose memory the group sends tensors of `device`: the same, or the host."""
+    return device if lowering(device.type, group).is_on_device else torch.device("cpu")
 
 
 def communicates_on(device_type: str, group: dist.ProcessGroup | None) -> bool:

@@ -317,7 +317,7 @@ class Transfer:
         torch.autograd.graph.increment_version(written)  # writes in inference mode bypass autograd
         round_bytes = self._options.bucket_bytes * self._options.buckets
         device = written[0].device if written else self._setup.device  # with its index, unlike the argument `device`
-        wire = device if executables.wire(device.type, group) == device.type else torch.device("cpu")
+        wire = executables.wire(device, group)
         rounds = changes.send(notes, self._source, written, round_bytes, group, device, wire)
         report = changes.report("", rounds)
         counters.counts.changed_starts += 1
