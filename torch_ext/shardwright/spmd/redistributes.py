@@ -32,13 +32,12 @@ def redistribute(x: torch.Tensor, mesh: DeviceMesh, src: Mapping[str, Any], dst:
         ValueError: a type that changes is V, which does not say how local tensors make up a global one; the mesh has no
             names, or `dst` has a name that is not in both the mesh and `src`.
     """
-    known = [name for name in mesh.mesh_dim_names or () if name in src]
-    if unknown := [name for name in dst if name not in known]:
+    mesh_names = mesh.mesh_dim_names or ()
+    if unknown := [name for name in dst if name not in mesh_names or name not in src]:
+        known = [name for name in mesh_names if name in src]
         raise argument_error("dst", f"types of mesh dims that src has too, {known}", unknown)
     names = tuple(
-        name
-        for dim, name in enumerate(mesh.mesh_dim_names or ())
-        if name in dst and src[name] != dst[name] and mesh.size(dim) > 1
+        name for dim, name in enumerate(mesh_names) if name in dst and src[name] != dst[name] and mesh.size(dim) > 1
     )
     if not names:
         return x
