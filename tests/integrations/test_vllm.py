@@ -52,8 +52,8 @@ def save_model(folder: pathlib.Path, tied: bool) -> None:
 
 
 @contextlib.contextmanager
-def _server(model: pathlib.Path, log: pathlib.Path) -> Iterator[Callable[..., Any]]:
-    """Runs `vllm serve` and yields a function that posts to a route and returns the answer."""
+def _server(model: pathlib.Path, log: pathlib.Path, *more: str) -> Iterator[Callable[..., Any]]:
+    """Runs `vllm serve` with `more` options and yields a function that posts to a route and returns the answer."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -68,7 +68,7 @@ def _server(model: pathlib.Path, log: pathlib.Path) -> Iterator[Callable[..., An
     options = [f"--port={port}", f"--tensor-parallel-size={WORKERS}", "--enforce-eager", "--max-model-len=128"]
     options += ["--dtype=bfloat16", '--weight-transfer-config={"backend": "shardwright"}']
     options += ["--worker-extension-cls=shardwright.integrations.vllm.worker.WorkerExtension"]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", f"--model={model}", *options]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", f"--model={model}", *options, *more]
     url = f"http://127.0.0.1:{port}"
 
     def post(route: str, **payload: Any) -> Any:
@@ -111,15 +111,11 @@ def _answer(post: Callable[..., Any], model: pathlib.Path) -> Any:
     return choice["prompt_logprobs"], choice["logprobs"]["tokens"], choice["logprobs"]["token_logprobs"]
 
 
-def _reload(post: Callable[..., Any], folder: pathlib.Path) -> None:
-    """Lets vLLM load a checkpoint from a folder."""
-    post("collective_rpc", method="reload_weights", kwargs={"weights_path": str(folder)})
-
-
 def test_server_answers_with_the_trained_weights(tmp_path: pathlib.Path) -> None:
-    """After syncs, answers are those of the trained checkpoint, bit for bit. On CPU vLLM packs weights.
+    """After syncs, a server answers like one that starts from the trained checkpoint. On CPU vLLM packs weights.
 
-    Embeddings are tied here, and not in test_verl.py.
+    Embeddings are tied here, and not in test_verl.py. vLLM's own `reload_weights` is no reference for them: where it
+    packs the output layer, it packs it again only for a checkpoint with `lm_head.weight`.
     """
     model, trained = tmp_path / "model", tmp_path / "trained"
     save_model(model, tied=True)
@@ -131,9 +127,8 @@ def test_server_answers_with_the_trained_weights(tmp_path: pathlib.Path) -> None
         trainer = subprocess.run(command, capture_output=True, text=True, timeout=PROCESS_SECONDS)
         assert trainer.returncode == 0, trainer.stderr[-4000:] + (tmp_path / "server.log").read_text()[-4000:]
         synced = _answer(post, model)
-        _reload(post, model)
-        assert _answer(post, model) == before != synced
-        _reload(post, trained)
-        assert _answer(post, model) == synced
+    assert synced != before
+    with _server(trained, tmp_path / "reference.log", f"--tokenizer={model}") as post:
+        assert _answer(post, trained) == synced
     sent = [int(line.split()[-2].replace(",", "")) for line in trainer.stdout.splitlines() if line.startswith("step")]
     assert len(sent) == STEPS and max(sent[1:]) < 0.7 * sent[0]  # only what changed
