@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.testing import assert_close
 
 import shardwright as sw
+from dtensors import make_spec
 from meshes import get_mesh
 from pool import Pool
 from shardwright.matmul import running
@@ -270,3 +271,27 @@ def _uneven() -> None:
 
 def test_uneven_products_stay_out_of_graphs(pool: Pool) -> None:
     pool.run(_uneven, WORLD)
+
+
+def _ordered() -> None:
+    """The second mesh dim cuts the rows of x before the first one does."""
+    mesh = get_mesh((2, 2))
+    torch.manual_seed(0)
+    full, weight = torch.randn(8, 6), distribute_tensor(torch.randn(4, 6), mesh, [Replicate(), Replicate()])
+    rank = dist.get_rank()
+    spec = make_spec(mesh, full.shape, ["S(0)", "S(0)"], full.dtype, {0: [1, 0]})
+    x = DTensor(full.chunk(4)[2 * (rank % 2) + rank // 2], spec, requires_grad=False)
+    expected = full @ weight.to_local().t()
+    torch._dynamo.reset()
+    for compute in (sw.linear, torch.compile(sw.linear, backend="aot_eager")):
+        assert_close(compute(x, weight, placements=[Replicate()] * 2).to_local(), expected)
+        with pytest.raises(ValueError, match="group must be None for DTensors"):
+            sw.matmul_all_reduce(x, weight, group=dist.group.WORLD)
+    spec = make_spec(mesh, (8, 1, 3, 2), ["S(0)", "S(0)"], x.dtype, {0: [1, 0]})
+    q = DTensor(x.to_local().reshape(2, 1, 3, 2), spec, requires_grad=False)
+    with pytest.raises(ValueError, match="q must be in the default shard order"):
+        sw.attention.scaled_dot_product_attention(q, q, q)
+
+
+def test_other_shard_orders_stay_out_of_graphs(pool: Pool) -> None:
+    pool.run(_ordered, 4)

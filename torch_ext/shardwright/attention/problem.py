@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from .._native import _planner
 from ..dtensor import guards
-from ..dtensor.specs import layout_of
+from ..dtensor.specs import has_default_order, layout_of
 from ..graph.fakes import meta_of, on_fakes, uncompiled
 from ..layouts import argument_values, tables
 from ..layouts.errors import argument_error
@@ -316,6 +316,8 @@ def check_tensors(options: Options, tensors: Sequence[torch.Tensor]) -> None:
             raise argument_error(name, f"on {q.device_mesh}, as q", tensor.device_mesh)
         if isinstance(tensor, DTensor) and _placements_except_sequence(tensor) != _placements_except_sequence(q):
             raise argument_error(name, f"placed like q except for the sequence, {q.placements}", tensor.placements)
+        if isinstance(tensor, DTensor) and not has_default_order(tensor._spec):
+            raise argument_error(name, "in the default shard order; redistribute it", tensor._spec.shard_order)
     if q.device.type == "cuda" and q.dtype == torch.float64:
         raise argument_error("q", "float32, bfloat16 or float16 on CUDA", q.dtype)
     if isinstance(k, DTensor) and k.placements != v.placements:

@@ -104,6 +104,11 @@ def spec_of_layout(layout: _planner.Layout, like: DTensorSpec, meta: TensorMeta 
     return DTensorSpec(like.mesh, tuple(placements), meta, use_strided_shard_as_shard_order=encodes_order)
 
 
+def has_default_order(spec: DTensorSpec) -> bool:
+    """Returns True unless the spec has an explicit shard order in which a later mesh dim cuts before an earlier one."""
+    return spec.use_strided_shard_as_shard_order or DTensorSpec.is_default_device_order(spec.shard_order)
+
+
 def is_strided(spec: DTensorSpec) -> bool:
     """Returns True if some placement is a strided shard."""
     return any(isinstance(placement, _StridedShard) for placement in spec.placements)

@@ -10,7 +10,7 @@ import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -25,13 +25,19 @@ def uncompiled(function: F, disabled: F) -> F:
 
 
 def meta_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Returns constants that describe a tensor without its elements, and for a DTensor its mesh and placements."""
+    """Returns constants that describe a tensor without its elements, and for a DTensor its mesh, shard order (None if
+    placements encode it) and placements.
+    """
     index = operator.index
     plain = (tuple(map(index, tensor.shape)), tuple(map(index, tensor.stride())), tensor.dtype, tensor.device)
     if not isinstance(tensor, DTensor):
         return (*plain, tensor.requires_grad)
     local_shape = tuple(map(index, tensor.to_local().shape))
-    return (*plain, tensor.requires_grad, local_shape, tensor.device_mesh, tuple(tensor.placements))
+    spec = tensor._spec
+    order = (
+        None if spec.use_strided_shard_as_shard_order else tuple((x.tensor_dim, x.mesh_dims) for x in spec.shard_order)
+    )
+    return (*plain, tensor.requires_grad, local_shape, tensor.device_mesh, order, tuple(tensor.placements))
 
 
 def constant(value: Any) -> Any:
@@ -57,6 +63,8 @@ def _fake(meta: tuple[Any, ...]) -> torch.Tensor:
     shape, stride, dtype, device, requires_grad, *placed = meta
     if not placed:
         return torch.empty_strided(shape, stride, dtype=dtype, device=device, requires_grad=requires_grad)
-    local_shape, mesh, placements = placed
-    spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), stride, dtype))
+    local_shape, mesh, pairs, placements = placed
+    order = None if pairs is None else tuple(ShardOrderEntry(*pair) for pair in pairs)
+    tensor_meta = TensorMeta(torch.Size(shape), stride, dtype)
+    spec = DTensorSpec(mesh, placements, tensor_meta, order, use_strided_shard_as_shard_order=order is None)
     return DTensor(torch.empty(local_shape, dtype=dtype, device=device), spec, requires_grad=requires_grad)

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from .._native import _planner
 from ..dtensor import guards
+from ..dtensor.specs import has_default_order
 from ..graph import order
 from ..graph.fakes import constant, meta_of, on_fakes, uncompiled
 from ..runtime import executables, groups
@@ -151,7 +152,7 @@ for _name in ("shardwright::multiply", "shardwright::multiply_backward"):
 
 # ---- calls in compiled code
 
-_UNEVEN = "uneven"  # in place of a name: the product must run outside the graph
+_OUTSIDE = "outside"  # in place of a name: the product must run outside the graph
 
 
 @torch._dynamo.assume_constant_result
@@ -159,7 +160,7 @@ def _plan_in_graph(function: str, weights: int, scales: int, metas: Sequence[Any
     """Plans a product from the descriptions of operand, weights, biases and scales. Returns five items for the graph:
 
     - an error message if the arguments are wrong, else None
-    - the product's name; None on a rank that holds no part of it, _UNEVEN if it stays out of graphs
+    - the product's name; None on a rank that holds no part of it, _OUTSIDE if it stays out of graphs
     - for each weight, True if it is transposed
     - for each result that is a DTensor, its placements, shape, strides and dtype
     - the placements of the operand's gradient, if the operand is a DTensor
@@ -167,21 +168,26 @@ def _plan_in_graph(function: str, weights: int, scales: int, metas: Sequence[Any
 
     guards.mark_graph()
 
-    def plan(x: Any, *others: Any) -> Planned:
+    def plan(x: Any, *others: Any) -> Planned | None:
         end = len(others) - scales
+        if any(isinstance(each, DTensor) and not has_default_order(each._spec) for each in (x, *others)):
+            return None  # `DTensor.from_local` takes no shard order
         return find_planned(product_key(function, x, **options), weights, (x, *others[:end]), others[end:])
 
     try:
-        product, transposed, specs = on_fakes(metas, plan)
+        planned = on_fakes(metas, plan)
     except ValueError as error:
         return str(error), None, (), (), ()
+    if planned is None:
+        return None, _OUTSIDE, (), (), ()
+    product, transposed, specs = planned
     results = tuple((s.placements, s.shape, s.stride, s.tensor_meta.dtype) for s in specs if s.tensor_meta)
     if product is None:
         return None, None, transposed, results, ()
     if not product.plan.has_equal_parts:
         # Compilers treat it as an ordinary operator, not a collective, and order it relative to collectives by size. If
         # sizes differ among ranks, the order would too, and ranks would wait for each other.
-        return None, _UNEVEN, (), (), ()
+        return None, _OUTSIDE, (), (), ()
     operand_gradient = specs and product.operand_gradient
     placements = gradient_placements(metas[0][-1], operand_gradient) if operand_gradient else ()
     return None, _register_product(product), transposed, results, placements
@@ -190,7 +196,7 @@ def _plan_in_graph(function: str, weights: int, scales: int, metas: Sequence[Any
 _run_outside_graph = torch._dynamo.disable(
     tensors.multiply,
     reason="shardwright: parts that differ in size among ranks are not multiplied in graphs, whose collectives "
-    "compilers order by sizes, nor is anything with a gemm_model",
+    "compilers order by sizes, nor are tensors with an explicit shard order, nor anything with a gemm_model",
 )
 
 
@@ -210,7 +216,7 @@ def multiply(
     error, name, transposed, results, operand = _plan_in_graph(function, len(weights), len(scales), metas, constants)
     if error is not None:
         raise ValueError(error)
-    if name == _UNEVEN:
+    if name == _OUTSIDE:
         return _run_outside_graph(function, x, weights, biases, scales, **options)
     x, weights, biases = operands[0], operands[1 : 1 + len(weights)], operands[1 + len(weights) :]
     if transposed:

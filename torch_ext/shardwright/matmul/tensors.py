@@ -15,6 +15,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from .._native import _planner
 from ..dtensor.specs import layout_of, placement_of, row_major_spec, with_placements
 from ..layouts.argument_values import placement_texts
+from ..layouts.errors import argument_error
 from ..layouts.topology import tables_now
 from ..runtime import checking, counters, executables, groups, plan_log
 from .running import Product, ProductRanks
@@ -38,12 +39,17 @@ def product_key(
     with_gathered: bool = False,
     **options: Any,
 ) -> ProductKey:
-    """Returns the arguments in a hashable form. Raises RuntimeError if torch.distributed is not initialized."""
+    """Returns the arguments in a hashable form.
+
+    Raises RuntimeError if torch.distributed is not initialized, ValueError for a `group` of DTensors.
+    """
     groups.check_initialized()
     if placements is not None:  # with dims that count from the front
         ndim = max(x.ndim, 1)
         placements = tuple(Shard(p.dim % ndim) if type(p) is Shard and p.dim < 0 else p for p in placements)
     mesh = x.device_mesh if isinstance(x, DTensor) else None
+    if mesh is not None and group is not None:
+        raise argument_error("group", "None for DTensors, which have the groups of their mesh", group)
     ranks = ProductRanks(x.device.type, groups.weakly(group), mesh, None if mesh is None else groups.key_of_mesh(mesh))
     hashable = tuple((name, _hashable(option)) for name, option in options.items())
     return ProductKey(function, ranks, placements, with_gathered, hashable)
