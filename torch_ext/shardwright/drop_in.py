@@ -35,7 +35,7 @@ def enable(strict: bool = False, make_groups: bool = True, overlap: bool = False
     Args:
         strict: raise RuntimeError where a redistribute would be left to PyTorch.
         make_groups: make missing process groups at first use, by their members. If false, plans use only the groups of
-            the mesh's dims, of its flattened dims, and those made by `prepare` for the mesh. Between two meshes,
+            the mesh's dims, of its flattened dims, and those of the `mesh_dims` of `prepare`. Between two meshes,
             pending sums are then reduced over one mesh dim at a time, and the group of the ranks of both must exist.
         overlap: gather the operand of ``torch.nn.functional.linear``, ``torch.matmul``, ``torch.mm`` and ``@`` of a
             DTensor and a two-dim DTensor weight during the product, if a mesh dim cuts the operand in a dim other than

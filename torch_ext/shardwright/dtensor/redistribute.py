@@ -191,7 +191,7 @@ def _key(local_tensor: torch.Tensor, current_spec: DTensorSpec, target_spec: DTe
         groups.key_of_mesh(current_spec.mesh),
         local_tensor.dtype,
         local_tensor.device,
-        mode.make_groups or groups.all_names(current_spec.mesh),  # plans that use only existing groups depend on them
+        mode.make_groups or groups.state(current_spec.mesh),  # plans that use only existing groups depend on them
     )
 
 

@@ -92,7 +92,7 @@ def _plan_for_sizes(
     plan: str, group_names: Sequence[str], rank: int, sizes: Sequence[int], make_groups: bool
 ) -> list[str]:
     """Returns the plan for these sizes, then the names of its groups."""
-    key = (plan, *group_names), rank, tuple(sizes), make_groups or groups.all_names()
+    key = (plan, *group_names), rank, tuple(sizes), make_groups or groups.state()
     return _made.get_or_make(key, lambda: _make_plan(plan, group_names, rank, sizes, make_groups))
 
 

@@ -16,7 +16,7 @@ import copy
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -82,6 +82,7 @@ _DEFAULT_OWNER = Owner()
 _GroupKey = tuple[tuple[str, ...], tuple[int, ...]]
 
 _made: dict[_GroupKey, WeakGroup] = {}  # the groups made here
+_prepared: set[tuple[tuple[str, ...], _planner.Mesh, tuple[int, ...]]] = set()  # see `note_prepared`; by owner's names
 _num_attempts: dict[_GroupKey, int] = {}  # attempts to make a group; failed ones count, so that all members agree
 _locks: dict[_GroupKey, threading.Lock] = {}  # held by the thread that makes the group
 _watched: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # groups whose end calls `group_gone_hooks`
@@ -109,7 +110,7 @@ def note_world() -> None:
     with _default_group_lock:
         if (world := dist.group.WORLD) is cached_default_group.alive():
             return
-        for table in (_made, _num_attempts, _locks):
+        for table in (_made, _prepared, _num_attempts, _locks):
             table.clear()
         group_names.clear()
         _call_all(default_group_gone_hooks)
@@ -204,16 +205,31 @@ def owner_of_names(names: Sequence[str], grid: _planner.Mesh) -> Owner:
     return owner
 
 
+def note_prepared(owner: Owner, mesh: _planner.Mesh, dims: tuple[int, ...]) -> None:
+    """Records that every rank of the mesh has made its group over these mesh dims."""
+    _prepared.add((owner.names, mesh, dims))
+
+
 def dims_with_groups(mesh: _planner.Mesh, device_mesh: Any | None) -> list[tuple[int, ...]]:
-    """Returns the sets of mesh dims over which this rank has a group: of the mesh, of a flattened one, or made here."""
+    """Returns the sets of mesh dims over which all ranks have a group: of the mesh, of a flattened one, or prepared.
+
+    Plans depend on it, so it leaves out other groups made here: a redistribute on a slice of the mesh makes them on the
+    ranks of that slice alone.
+    """
     rank, owner = dist.get_rank(), owner_of(device_mesh)
-    return [dims for dims in sets_of_large_dims(mesh) if find(mesh.group_ranks(rank, dims), owner) is not None]
+    own = [tuple(dist.get_process_group_ranks(group)) for group in _groups_of(owner)]
+    sets = [(dims, tuple(mesh.group_ranks(rank, dims))) for dims in sets_of_large_dims(mesh)]
+    return [
+        dims
+        for dims, ranks in sets
+        if ranks in own or ((owner.names, mesh, dims) in _prepared and find(ranks, owner) is not None)
+    ]
 
 
-def all_names(mesh: Any | None = None) -> tuple[str, ...]:
-    """Returns the names of all process groups of this rank, then those of meshes flattened from the mesh."""
+def state(mesh: Any | None = None) -> tuple[Hashable, ...]:
+    """Returns a key for values that depend on existing process groups, and on those of meshes flattened from a mesh."""
     flattened = () if mesh is None else flattened_names(mesh)
-    return (*distributed_c10d._world.pg_names.values(), *flattened)
+    return (*distributed_c10d._world.pg_names.values(), *flattened, len(_prepared))
 
 
 def sets_of_large_dims(mesh: _planner.Mesh) -> list[tuple[int, ...]]:

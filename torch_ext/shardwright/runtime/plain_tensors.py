@@ -271,7 +271,7 @@ def _executable(
 
     of_mesh = None if device_mesh is None else groups.key_of_mesh(device_mesh)
     # Plans that use only existing groups depend on the list of groups.
-    existing_groups = make_groups or groups.all_names(device_mesh)
+    existing_groups = make_groups or groups.state(device_mesh)
     key = (src, dst, device_type, groups.weakly(group), device_mesh, of_mesh, existing_groups)
     executable = executables.lookup(key, build)
     assert isinstance(executable, _runtime.Executable)

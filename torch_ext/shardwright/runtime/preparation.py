@@ -33,6 +33,7 @@ def prepare(
     is not possible in a CUDA graph.
 
     The groups of a ``DeviceMesh`` belong to it: redistributes on other meshes, or without a mesh, do not use them.
+    Under ``make_groups=False``, plans on one mesh use those of `mesh_dims`, and not those of `redistributes`.
 
     All ranks of the mesh must call this at the same point, with the same arguments; if `redistributes` include other
     meshes, all ranks of these too.
@@ -82,12 +83,13 @@ def prepare(
         chosen = [
             tuple(sorted(set(argument_values.mesh_dim_indices(grid.dim_names, dims, "mesh_dims")))) for dims in sets
         ]
-    rank = dist.get_rank()
+    rank, owner = dist.get_rank(), groups.owner_of(device_mesh)
     group_names = []
     for dims in chosen if grid.coordinate(rank) is not None else []:
         ranks = grid.group_ranks(rank, list(dims))
         if len(ranks) > 1:
-            group_names.append(groups.find_or_make(ranks, groups.owner_of(device_mesh)).group_name)
+            group_names.append(groups.find_or_make(ranks, owner).group_name)
+            groups.note_prepared(owner, grid, tuple(dim for dim in dims if grid.shape[dim] > 1))
     for src, dst in pairs:
         if src.mesh.coordinate(rank) is None and dst.mesh.coordinate(rank) is None:
             continue
