@@ -116,6 +116,13 @@ def test_certificate_tells_whether_maxima_are_exact() -> None:
         (lambda t: t["steps"][0].update(after=t["source"]), "plan"),
         (lambda t: t["mesh"].update(dim_sizes=[2, 0]), "mesh: size of dim .* must be at least 1, got 0"),
         (lambda t: t["topology"].update(step_ps=-1), "step_ps"),
+        (lambda t: t.update(segment={}), "plan must have only the keys version, .*, got segment"),
+        (lambda t: t["mesh"].update(rank=[4, 5]), "plan: mesh must have only the keys .*, got rank"),
+        (lambda t: t["source"].update(flat=2), "plan: source must have only the keys .*, got flat"),
+        (lambda t: t["steps"][0].update(ranks_per_nodes=8), "step must have only the keys .*, got ranks_per_nodes"),
+        (lambda t: t["steps"][0]["after"].update(flat=2), "plan: after must have only the keys .*, got flat"),
+        (lambda t: t["topology"].update(steps_ps=1), "topology must have only the keys .*, got steps_ps"),
+        (lambda t: t["topology"]["inside"].update(ps=1), "topology.inside must have only the keys .*, got ps"),
     ],
 )
 def test_malformed_json_is_refused(change, message: str) -> None:
@@ -151,6 +158,7 @@ def test_topology_is_read_from_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("", "is not JSON"),
         ("[]", "must be a JSON object, got a list"),
         ('{"version": 7}', "version must be 1, got 7"),
+        ('{"version": 1, "version": 1}', "broken.json' must have each key of an object once, got 'version' twice"),
         ('{"version": 1, "inside": {}}', "ranks_per_node must be an integer in \\[0, 2\\*\\*40\\], got None"),
     ],
 )

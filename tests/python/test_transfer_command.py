@@ -101,15 +101,17 @@ def test_command_reports_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[
     ("content", "said"),
     [
         ("{", "is not JSON"),
-        ([], "must be an object, got a list"),
+        ([], "must be a JSON object, got a list"),
         ({"meshes": {"a": {"dims": {"x": 0}}}}, "meshes.a: "),
         ({"meshes": {"a": {"sizes": 2}}}, "meshes.a must have only the keys dims, ranks, got sizes"),
+        ('{"meshes": {}, "tensors": {"w": {}, "w": {}}}', "must have each key of an object once, got 'w' twice"),
+        ({"meshes": {}, "tensors": {}, "rules": []}, "must have only the keys meshes, tensors, got rules"),
         ({"meshes": {}, "tensors": {"w": {"mesh": "b"}}}, "tensors.w.mesh must be one of , got 'b'"),
         ({"meshes": {}, "tensors": {"w": {"mesh": ["b"]}}}, "tensors.w.mesh must be one of , got ['b']"),
         ({"meshes": {"a": {"dims": {"x": 2}}}, "tensors": {"w": {"mesh": "a"}}}, "tensors.w: "),
         (
             {"meshes": {"a": {"dims": {"x": 2}}}, "tensors": {"w": {"mesh": "a", "shard_order": {"-1": ["x"]}}}},
-            "tensors.w.shard_order: keys must be tensor dims, from 0 on, got '-1'",
+            "tensors.w.shard_order: keys must be tensor dims: 0, 1, 2, ..., got '-1'",
         ),
         (
             {"meshes": {"a": {"dims": {"x": 2}}}, "tensors": {"w": {"mesh": "a", "shape": [2], "placements": ["T"]}}},

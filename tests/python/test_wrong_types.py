@@ -201,7 +201,7 @@ def test_plan_bytes_with_invalid_utf8_raise(which: str, bad: bytes) -> None:
         (lambda t: t.update(shape={}), "placements"),
         (lambda t: t.update(dtype=5), "dtype must be a str, got a int"),
         (lambda t: t.update(backend=None), "backend must be a str, got a NoneType"),
-        (lambda t: t.update(topology=[]), "topology must be a dict, got a list"),
+        (lambda t: t.update(topology=[]), "topology must be a JSON object, got a list"),
         (lambda t: t["steps"][0].update(rounds="1"), "rounds must be an integer, got '1'"),
         (lambda t: t["steps"][0].update(rounds=BIG), "rounds must be a 64-bit integer, got 9223372036854775808"),
         (lambda t: t["steps"][0].update(ordered=0), "ordered must be a bool, got a int"),
@@ -209,7 +209,9 @@ def test_plan_bytes_with_invalid_utf8_raise(which: str, bad: bytes) -> None:
         (lambda t: t["steps"][0].update(mesh_dims=["q"]), "mesh dim must be one of .*, got 'q'"),
         (lambda t: t["steps"][0].update(mesh_dims="a"), "mesh_dims of a step must be a list .*, got 'a'"),
         (lambda t: t["source"].update(placements="S0"), "placements must be a list .*, got 'S0'"),
-        (lambda t: t["source"].update(shard_order=[]), "a field is missing or of the wrong type"),
+        (lambda t: t["source"].update(shard_order=[]), "shard_order of source must be a JSON object, got a list"),
+        (lambda t: t["source"].update(shard_order={"a": ["a"]}), "shard_order of source: keys must be .*, got 'a'"),
+        (lambda t: t["source"].update(shard_order={"00": ["a"]}), "shard_order of source: keys must be .*, got '00'"),
     ],
 )
 def test_json_with_wrong_types_raises(change: Callable[[dict[str, Any]], None], message: str) -> None:

@@ -186,7 +186,7 @@ def _make(arguments: argparse.Namespace) -> Plan:
 
 def _load(path: str) -> Plan:
     """Returns the plan of a JSON file."""
-    from ..layouts.topology import read_text
+    from ..layouts.json_files import read_text
     from ..planning.reading import plan_from_json
 
     return plan_from_json(read_text(Path(path), path))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -10,12 +9,14 @@ from typing import Any
 from .._planner import Link, PlanningTables, Topology
 from . import tables
 from .errors import argument_error
+from .json_files import json_object, read_json, read_text
 
 __all__ = ["Link", "Topology", "load_topology"]
 
 ENVIRONMENT_VARIABLE = "SHARDWRIGHT_TOPOLOGY"
 
 _LINK = ("message_ps", "ps_per_kib")
+_FIELDS = ("version", "name", "ranks_per_node", "step_ps", "memory_ps_per_kib", "inside", "between", "mesh_dims")
 _FILE_VERSION = 1
 
 
@@ -39,26 +40,6 @@ def load_topology(source: str | os.PathLike[str] | dict[str, Any]) -> Topology:
     path = Path(source)
     where = f"topology: {str(path)!r}"
     return _topology(read_json(read_text(path, where), where), where)
-
-
-def read_text(path: Path, where: str) -> str:
-    """Returns a file's text. Raises a ValueError that begins with `where` if it cannot be read."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"{where} cannot be read: {error.strerror}") from None
-    except ValueError as error:  # not UTF-8, or a path with a null byte
-        raise ValueError(f"{where} cannot be read: {error}") from None
-
-
-def read_json(text: str | bytes | bytearray, where: str) -> Any:
-    """Parses JSON. Raises a ValueError that begins with `where` if the text is not JSON."""
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{where} is not JSON: {error}") from None
-    except RecursionError:
-        raise ValueError(f"{where} has lists and objects that are nested too deeply") from None
 
 
 _last_variable: str | None = None  # the variable's value when the tables were updated
@@ -90,13 +71,11 @@ def named_topology(topology: Topology | str | None) -> Topology | None:
 
 def _topology(table: Any, where: str) -> Topology:
     """Returns the topology of a JSON object. Errors begin with `where`."""
-    if not isinstance(table, dict):
-        raise argument_error(where, "a JSON object", f"a {type(table).__name__}")
+    table = json_object(table, where)
     if table.get("version") != _FILE_VERSION:
         raise argument_error(f"{where}.version", str(_FILE_VERSION), repr(table.get("version")))
-    mesh_dims = table.get("mesh_dims", {})
-    if not isinstance(mesh_dims, dict):
-        raise argument_error(f"{where}.mesh_dims", "a JSON object", f"a {type(mesh_dims).__name__}")
+    json_object(table, where, _FIELDS)
+    mesh_dims = json_object(table.get("mesh_dims", {}), f"{where}.mesh_dims")
     return Topology(
         str(table.get("name", "unnamed")),
         ranks_per_node=_integer(table, "ranks_per_node", where),
@@ -110,9 +89,8 @@ def _topology(table: Any, where: str) -> Topology:
 
 def _link(link: Any, where: str) -> Link:
     """Returns the link of a JSON object. Errors begin with `where`."""
-    if not isinstance(link, dict):
-        raise argument_error(where, f"an object with {' and '.join(_LINK)}", f"a {type(link).__name__}")
-    return Link(*(_integer(link, name, where) for name in _LINK))
+    table = json_object(link, where, _LINK)
+    return Link(*(_integer(table, name, where) for name in _LINK))
 
 
 def _integer(table: dict[str, Any], name: str, where: str) -> int:

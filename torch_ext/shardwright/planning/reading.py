@@ -8,10 +8,20 @@ from typing import Any
 from .._native import _planner
 from ..layouts import argument_values
 from ..layouts.errors import argument_error
+from ..layouts.json_files import json_object, read_json, shard_order
 from ..layouts.layout import Layout, Mesh
-from ..layouts.topology import load_topology, read_json
+from ..layouts.topology import load_topology
 
 _VERSION = 5  # of the JSON format
+
+# The keys that docs/plan.schema.json allows. Costs are ignored.
+_COSTS = ("wire_bytes_max", "wire_bytes_sum", "send_bytes_max", "messages_max", "sent_messages_max", "predicted_ps")
+_STEP_OPTIONS = ("replica_policy", "rounds", "ordered", "ranks_per_node", "leads_to_another_mesh")
+_STEP = ("op", "mesh_dims", "before", "after", *_STEP_OPTIONS, *_COSTS)
+_TENSOR = ("mesh", "destination_mesh", "relay_meshes", "reached_mesh", "shape", "dtype", "source", "destination")
+_OPTIONS = ("backend", "objective", "topology", "named_groups_only", "segments")
+_OLDER_NAMES = ("relay_mesh", "pieces")
+_PLAN = ("version", *_OPTIONS, *_TENSOR, "steps", "certificate", *_OLDER_NAMES)
 
 
 def plan_from_json(text: str | bytes | bytearray) -> _planner.Plan:
@@ -23,8 +33,8 @@ def plan_from_json(text: str | bytes | bytearray) -> _planner.Plan:
         text: JSON.
 
     Raises:
-        ValueError: the text is not JSON, the version is not supported, a field is missing or invalid, or a step does
-            not begin with the layout in which the previous one ends.
+        ValueError: the text is not JSON, the version is not supported, a field is missing, unknown, repeated or
+            invalid, or a step does not begin with the layout in which the previous one ends.
     """
     if not isinstance(text, (str, bytes, bytearray)):
         raise argument_error("plan", "JSON, as Plan.to_json returns", f"a {type(text).__name__}")
@@ -40,6 +50,7 @@ def plan_from_json(text: str | bytes | bytearray) -> _planner.Plan:
 
 def _plan(table: dict[str, Any]) -> _planner.Plan:
     """Returns the plan of a JSON object. Raises KeyError, TypeError, AttributeError or ValueError if it is invalid."""
+    json_object(table, "plan", _PLAN)
     here = source_mesh = _mesh(table["mesh"], "mesh")  # `here`: mesh on which the next step begins
     destination_mesh = (
         _mesh(table["destination_mesh"], "destination_mesh") if "destination_mesh" in table else source_mesh
@@ -48,22 +59,23 @@ def _plan(table: dict[str, Any]) -> _planner.Plan:
     relay_meshes = [_mesh(grid, "relay_meshes") for grid in _list(table.get("relay_meshes", older), "relay_meshes")]
     reached_mesh = _mesh(table["reached_mesh"], "reached_mesh") if "reached_mesh" in table else destination_mesh
 
-    def layout(mesh: Mesh, entry: dict[str, Any]) -> Layout:
-        order = {int(tensor_dim): mesh_dims for tensor_dim, mesh_dims in entry["shard_order"].items()}
+    def layout(mesh: Mesh, owner: dict[str, Any], field: str) -> Layout:
+        entry = json_object(owner[field], f"plan: {field}", ("placements", "shard_order", "flattened"))
         return Layout(
             mesh,
             table["shape"],
             entry["placements"],
             _text(table["dtype"], "dtype"),
-            order,
+            shard_order(entry["shard_order"], f"plan: shard_order of {field}"),
             "literal",
             argument_values.integer(entry.get("flattened", 1), "plan: flattened"),
         )
 
     steps = []
     for step in _list(table["steps"], "steps"):
+        json_object(step, "plan: step", _STEP)
         op = _text(step["op"], "op")
-        before = layout(here, step["before"])
+        before = layout(here, step, "before")
         names = here.dim_names
         if op == "cross" or (op == "rearrange" and _flag(step["leads_to_another_mesh"], "leads_to_another_mesh")):
             here = relay_meshes.pop(0) if relay_meshes else reached_mesh
@@ -72,7 +84,7 @@ def _plan(table: dict[str, Any]) -> _planner.Plan:
                 op,
                 argument_values.mesh_dim_indices(names, step["mesh_dims"], "plan: mesh_dims of a step"),
                 before,
-                layout(here, step["after"]),
+                layout(here, step, "after"),
                 _text(step["replica_policy"], "replica_policy"),
                 argument_values.integer(step["rounds"], "plan: rounds"),
                 _flag(step["ordered"], "ordered"),
@@ -80,14 +92,15 @@ def _plan(table: dict[str, Any]) -> _planner.Plan:
             )
         )
     full = {"tensor_dim": 0, "count": 1}
-    segments = _dict(table.get("segments", table.get("pieces", full)), "segments")  # "pieces" is an older name
+    given = table.get("segments", table.get("pieces", full))  # "pieces" is an older name
+    segments = json_object(given, "plan: segments", ("tensor_dim", "count"))
     return _planner.plan_of_steps(
-        layout(source_mesh, table["source"]),
-        layout(destination_mesh, table["destination"]),
+        layout(source_mesh, table, "source"),
+        layout(destination_mesh, table, "destination"),
         steps,
         _text(table["backend"], "backend"),
         _text(table["objective"], "objective"),
-        load_topology(_dict(table["topology"], "topology")),
+        load_topology(json_object(table["topology"], "plan: topology")),
         _flag(table["named_groups_only"], "named_groups_only"),
         argument_values.integer(segments["tensor_dim"], "plan: tensor_dim of segments"),
         argument_values.integer(segments["count"], "plan: count of segments"),
@@ -96,6 +109,7 @@ def _plan(table: dict[str, Any]) -> _planner.Plan:
 
 def _mesh(grid: dict[str, Any], field: str) -> Mesh:
     """Returns the mesh of a JSON object. `field` names it in errors."""
+    json_object(grid, f"plan: {field}", ("dim_names", "dim_sizes", "ranks"))
     names = [_text(name, f"{field}.dim_names") for name in _list(grid["dim_names"], f"{field}.dim_names")]
     sizes = _list(grid["dim_sizes"], f"{field}.dim_sizes")
     if len(names) != len(sizes) or len(set(names)) != len(names):
@@ -112,5 +126,4 @@ def _expect(kind: type, value: Any, field: str) -> Any:
 
 _text = functools.partial(_expect, str)
 _list = functools.partial(_expect, list)
-_dict = functools.partial(_expect, dict)
 _flag = functools.partial(_expect, bool)

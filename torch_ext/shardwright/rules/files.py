@@ -16,8 +16,8 @@ from typing import Any
 
 from .._native import _planner
 from ..layouts.errors import argument_error
+from ..layouts.json_files import json_object, read_json, read_text, shard_order
 from ..layouts.layout import Layout, Mesh
-from ..layouts.topology import read_json, read_text
 from . import functions as rules
 from .kinds import Rule
 
@@ -29,24 +29,21 @@ _RULES = {
 
 def read_layouts(path: str) -> dict[str, Layout]:
     """Returns the layouts of a JSON file by name. A ValueError names the file and the invalid entry."""
-    table = _object(read_json(read_text(Path(path), path), path), path)
+    table = json_object(read_json(read_text(Path(path), path), path), path, ("meshes", "tensors"))
     meshes = {}
-    for name, value in _object(table.get("meshes"), f"{path}: meshes").items():
+    for name, value in json_object(table.get("meshes"), f"{path}: meshes").items():
         where = f"{path}: meshes.{name}"
-        meshes[name] = _made(where, Mesh, _object(value, where), ("dims", "ranks"))
+        meshes[name] = _made(where, Mesh, json_object(value, where), ("dims", "ranks"))
     layouts = {}
-    for name, value in _object(table.get("tensors"), f"{path}: tensors").items():
+    for name, value in json_object(table.get("tensors"), f"{path}: tensors").items():
         where = f"{path}: tensors.{name}"
-        entry = dict(_object(value, where))
+        entry = dict(json_object(value, where))
         mesh = entry.get("mesh")
         if not isinstance(mesh, str) or mesh not in meshes:
             raise argument_error(f"{where}.mesh", f"one of {', '.join(meshes)}", repr(mesh))
         entry["mesh"] = meshes[mesh]
         if "shard_order" in entry:
-            order = _object(entry["shard_order"], f"{where}.shard_order")
-            if wrong := [dim for dim in order if not dim.isdecimal()]:
-                raise argument_error(f"{where}.shard_order: keys", "tensor dims, from 0 on", repr(wrong[0]))
-            entry["shard_order"] = {int(dim): mesh_dims for dim, mesh_dims in order.items()}
+            entry["shard_order"] = shard_order(entry["shard_order"], f"{where}.shard_order")
         allowed = ("mesh", "shape", "dtype", "placements", "shard_order", "strided", "flattened")
         layouts[name] = _made(where, Layout, entry, allowed)
     return layouts
@@ -83,22 +80,15 @@ def read_rules(path: str) -> list[Rule]:
     parsed_rules = []
     for i, entry in enumerate(listed_rules):
         where = f"{path}[{i}]"
-        entries = list(_object(entry, where).items())
+        entries = list(json_object(entry, where).items())
         if len(entries) != 1 or entries[0][0] not in _RULES:
             raise ValueError(
                 f"{where} must be one of {', '.join(_RULES)} with its arguments, got {json.dumps(entry)[:80]}"
             )
         name, arguments = entries[0]
-        rule: Rule = _made(f"{where}.{name}", _RULES[name], _object(arguments, where), None)
+        rule: Rule = _made(f"{where}.{name}", _RULES[name], json_object(arguments, where), None)
         parsed_rules.append(rule)
     return parsed_rules
-
-
-def _object(value: Any, where: str) -> dict[str, Any]:
-    """Returns a JSON object. Raises ValueError that begins with `where` for other values."""
-    if not isinstance(value, dict):
-        raise argument_error(where, "an object", f"a {type(value).__name__}")
-    return value
 
 
 def _made(where: str, maker: Any, arguments: dict[str, Any], keys: tuple[str, ...] | None) -> Any:
@@ -106,9 +96,7 @@ def _made(where: str, maker: Any, arguments: dict[str, Any], keys: tuple[str, ..
 
     `keys` are the allowed keys; None means the parameters of `maker`.
     """
-    names = keys if keys is not None else tuple(inspect.signature(maker).parameters)
-    if unknown := [name for name in arguments if name not in names]:
-        raise ValueError(f"{where} must have only the keys {', '.join(names)}, got {', '.join(unknown)}")
+    json_object(arguments, where, keys if keys is not None else tuple(inspect.signature(maker).parameters))
     try:
         return maker(**arguments)
     except TypeError as error:  # an argument is missing
