@@ -183,6 +183,9 @@ def test_command_line_compares_plans(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert cli.main(["plan", "--load", str(tmp_path / "time.json")]) == 0
     assert "certificate:" in capsys.readouterr().out
     assert cli.main(["plan", "--load", str(tmp_path / "absent.json")]) == 2
+    (tmp_path / "old.json").write_text('{"version": 4}')
+    assert cli.main(["plan", "--diff", str(tmp_path / "time.json"), str(tmp_path / "old.json")]) == 2
+    assert f"shardwright plan: {tmp_path}/old.json: plan: version must be 5, got 4\n" in capsys.readouterr().err
 
 
 def test_command_line_draws_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

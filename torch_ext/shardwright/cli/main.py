@@ -185,11 +185,15 @@ def _make(arguments: argparse.Namespace) -> Plan:
 
 
 def _load(path: str) -> Plan:
-    """Returns the plan of a JSON file."""
+    """Returns the plan of a JSON file. Errors begin with the name of the file."""
     from ..layouts.json_files import read_text
     from ..planning.reading import plan_from_json
 
-    return plan_from_json(read_text(Path(path), path))
+    text = read_text(Path(path), path)
+    try:
+        return plan_from_json(text)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 @contextlib.contextmanager
