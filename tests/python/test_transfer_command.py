@@ -58,7 +58,9 @@ def test_layout_files_round_trip(tmp_path: Path) -> None:
     assert files.read_layouts(str(tmp_path / "layouts.json")) == layouts
 
 
-def test_command_prints_moved_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_prints_moved_bytes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert cli.main(["transfer", *_files(tmp_path), "--backend", "gloo"]) == 0
     printed = capsys.readouterr().out
     # 48 + 5 elements of two bytes. No rank is on both sides.
@@ -70,6 +72,9 @@ def test_command_prints_moved_bytes(tmp_path: Path, capsys: pytest.CaptureFixtur
         ["bias", "10", "B", "10", "B", "0"],
     ]
     assert sum(int(line.split()[3]) for line in links.splitlines()[1:]) == 106
+    monkeypatch.setenv("SHARDWRIGHT_TOPOLOGY", "8xNVLink")
+    assert cli.main(["transfer", *_files(tmp_path)]) == 0
+    assert "with topology '8xNVLink'" in capsys.readouterr().out
 
 
 def test_long_tables_are_truncated() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from .._native import _planner
 from .._planner import Lowering
-from ..layouts.topology import named_topology
+from ..layouts.topology import default_topology, named_topology
 from ..rules import explaining, files
 from ..rules.checking import Wanted, check
 from ..rules.items import items_of
@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError("\n  ".join(["nothing can be moved, because", *problems, *differences]))
     source_names, items = items_of(tensors, names)
     layouts = [sources[name] for name in source_names], [destinations[name] for name in names]
-    topology = named_topology(arguments.topology) or Lowering.named(arguments.backend).default_topology
+    topology = named_topology(arguments.topology) or default_topology(Lowering.named(arguments.backend))
     try:
         batch = _planner.Batch(*layouts, items, arguments.bucket_bytes, arguments.buckets)
         print(explaining.explain(batch, names, topology, arguments.limit))

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from .._planner import Link, PlanningTables, Topology
+from .._planner import Link, Lowering, PlanningTables, Topology
 from . import tables
 from .errors import argument_error
 from .json_files import json_object, read_json, read_text
@@ -53,6 +53,12 @@ def tables_now() -> PlanningTables:
         tables.change(tables.current.with_environment(named_topology(variable)))
         _last_variable = variable
     return tables.current
+
+
+def default_topology(lowering: Lowering) -> Topology:
+    """Returns the topology that was measured, else the environment's, else the built-in one of a lowering."""
+    now = tables_now()
+    return now.measured_topology(lowering.name) or now.environment or lowering.default_topology
 
 
 def named_topology(topology: Topology | str | None) -> Topology | None:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ..layouts.errors import argument_error
-from ..layouts.topology import Topology, named_topology, tables_now
+from ..layouts.topology import Topology, default_topology, named_topology
 from ..planning.batches import BUCKET_BYTES, BUCKETS
 from ..rules import explaining
 from ..runtime import argument_checks, counters, executables, groups
@@ -302,9 +302,7 @@ class Transfer:
         """
         table = named_topology(topology)
         if table is None:
-            lowering = executables.lowering(self._setup.device.type, self._group.get())
-            now = tables_now()
-            table = now.measured_topology(lowering.name) or now.environment or lowering.default_topology
+            table = default_topology(executables.lowering(self._setup.device.type, self._group.get()))
         return explaining.explain(self._batch.batch, self._setup.names, table, limit)
 
     def _start_changed(self, changes: Changes, notes: list[Note], tensors: list[torch.Tensor]) -> tuple[_Run, Report]:
