@@ -13,7 +13,7 @@ import pytest
 
 import shardwright as sw
 from shardwright._native import _planner
-from shardwright.cli import free_memory, options
+from shardwright.cli import free_memory, matmul, options
 from shardwright.cli import main as cli
 
 pytestmark = pytest.mark.any_torch
@@ -207,6 +207,23 @@ def test_wrong_commands_have_status_2(capsys: pytest.CaptureFixture[str]) -> Non
             cli.main(arguments)
         assert left.value.code == 2
         assert "Traceback" not in capsys.readouterr().err
+
+
+def test_missing_torch_and_memory_are_reported(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.delitem(sys.modules, "shardwright.cli.calibrate", raising=False)
+    assert cli.main(["calibrate"]) == 2
+    assert capsys.readouterr().err.startswith("shardwright calibrate: import of torch")
+
+    def fail(arguments: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(matmul, "_make", fail)
+    product = ["product", "--mesh", "a=2", "--axes", "bk,nk->bn", "--sizes", "b=8,k=4,n=4", "--x", "R", "--weight", "R"]
+    assert cli.main(product) == 2
+    assert capsys.readouterr().err.startswith("shardwright product: out of memory")
 
 
 def test_full_disk_is_reported() -> None:

@@ -66,6 +66,8 @@ def test_command_line_prints_product_plan(capsys: pytest.CaptureFixture[str]) ->
             "axes, biases and results must have one entry for each of 1 weights, got 1, 2 and 1",
         ),
         ([*PLACED, "--axes", "bsk,nk->bs"], "contraction must have each axis in both operands"),
+        ([*PLACED, "--chunks", "9223372036854775808"], "--chunks must be a 64-bit integer, got 9223372036854775808"),
+        ([*PLACED, "--sizes", "b=9223372036854775808"], "--sizes: size of 'b' in 'b=9223372036854775808' must be a 64"),
         ([*SUMMED, "--method", "ring"], "method must be one of serial, collective, got 'ring'"),
     ],
 )

@@ -94,6 +94,12 @@ def test_wrong_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[s
     (tmp_path / "bad.json").write_text("{")
     (tmp_path / "bad.json.gz").write_text("{}")
     _write(tmp_path, "list.json", [1])
+    damaged = bytearray(_write(tmp_path, "damaged.json.gz", _profile(0)).read_bytes())
+    damaged[10] |= 0b110  # an invalid type of the first deflate block
+    (tmp_path / "damaged.json.gz").write_bytes(damaged)
+    _write(tmp_path, "no_info.json", {**_profile(None), "distributedInfo": None})
+    _write(tmp_path, "no_event.json", {**_profile(0), "traceEvents": [5]})
+    _write(tmp_path, "base.json", {**_profile(0), "baseTimeNanoseconds": "0"})
     for arguments, fragment in (
         ([good, again], "different ranks, got two of rank 3"),
         ([str(tmp_path / "empty")], "must have files *.json"),
@@ -101,6 +107,12 @@ def test_wrong_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[s
         ([str(tmp_path / "bad.json")], "must be JSON"),
         ([str(tmp_path / "bad.json.gz")], "Not a gzipped file"),
         ([str(tmp_path / "list.json")], "without traceEvents"),
+        ([str(tmp_path / "damaged.json.gz")], "must be JSON"),
+        ([str(tmp_path / "no_info.json")], "distributedInfo must be an object with an integer rank, got null"),
+        ([str(tmp_path / "no_event.json")], "no_event.json must have events as torch.profiler exports them"),
+        ([str(tmp_path / "base.json")], 'baseTimeNanoseconds must be a number, got "0"'),
+        (["x" * 1000], "cannot be read: File name too long"),
+        ([good, "--port", "70000"], "--port must be in [0, 65535], got 70000"),
         ([good, "--out", "/nope/x.json"], "--out: /nope/x.json cannot be written"),
     ):
         assert cli.main(["trace", *arguments]) == 2

@@ -61,12 +61,17 @@ def _fail(error: str) -> int:
 def _run(args: list[str]) -> int:
     """Runs the command that the first argument names. Returns its exit status."""
     name = args[0] if args else ""
-    if name in MODULES:
-        try:
-            return int(module_of(name).main(args[1:]))
-        except ValueError as error:
-            return _fail(f"shardwright {name}: {error}")
-    if name != "plan":
+    try:
+        return int(module_of(name).main(args[1:])) if name in MODULES else _run_plan(args)
+    except (ValueError, ImportError) as error:
+        return _fail(f"shardwright {name}: {error}")
+    except MemoryError:
+        return _fail(f"shardwright {name}: out of memory; fewer ranks or smaller tensors take less")
+
+
+def _run_plan(args: list[str]) -> int:
+    """Runs `shardwright plan`, or prints the version or help of the whole command. Returns the exit status."""
+    if args[:1] != ["plan"]:
         main_parser().parse_args(args)  # prints the version or help, or exits with an error
     parser = plan_parser()
     arguments = parser.parse_args(args[1:])
@@ -74,12 +79,7 @@ def _run(args: list[str]) -> int:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # for names that the terminal cannot show
-    try:
-        return _plan(arguments)
-    except ValueError as error:
-        return _fail(f"shardwright plan: {error}")
-    except MemoryError:
-        return _fail("shardwright plan: out of memory; a mesh of fewer ranks or a smaller tensor takes less")
+    return _plan(arguments)
 
 
 _REQUIRED = ("mesh", "shape", "src", "dst")
@@ -125,7 +125,7 @@ def _check_together(arguments: argparse.Namespace, parser: argparse.ArgumentPars
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    """Runs `shardwright plan`. Returns its exit status."""
+    """Prints, writes or compares plans as the options say. Returns the exit status 0."""
     if arguments.diff:
         from ..planning.comparing import difference
 

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from .._native import _planner
+from ..layouts.argument_values import integer
 from ..layouts.layout import Mesh
 from ..layouts.topology import named_topology, tables_now
 from .options import parse_mesh, parse_sizes, split_placements
@@ -67,7 +68,7 @@ def _make(arguments: argparse.Namespace) -> _planner.ProductPlan:
         cuts=arguments.cuts and arguments.cuts.replace(",", ""),
         keeps_gathered=arguments.save == "gathered",
         method=arguments.method,
-        chunks=arguments.chunks,
+        chunks=None if arguments.chunks is None else integer(arguments.chunks, "--chunks"),
         depth=arguments.depth,
         backend=arguments.backend,
         topology=named_topology(arguments.topology),

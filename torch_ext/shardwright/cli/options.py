@@ -14,8 +14,8 @@ MAX_RANKS = 1 << 20  # maximum number of ranks in a mesh
 
 
 def parse_integer(text: str, where: str) -> int:
-    """Parses an integer of at most 19 digits. Errors begin with `where`."""
-    if not re.fullmatch(r"[+-]?[0-9]{1,19}", text.strip()):
+    """Parses a 64-bit integer. Errors begin with `where`."""
+    if not re.fullmatch(r"[+-]?[0-9]{1,19}", text.strip()) or not -(1 << 63) <= int(text) < 1 << 63:
         raise argument_error(where, "a 64-bit integer", repr(text))
     return int(text)
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..layouts.errors import argument_error
 from . import traces
 
 _VIEWER = "https://ui.perfetto.dev"
@@ -80,6 +81,8 @@ def _serve(data: bytes, port: int) -> None:
         def log_message(self, *_: object) -> None:
             """Prints nothing about requests."""
 
+    if not 0 <= port < 1 << 16:
+        raise argument_error("--port", "in [0, 65535]", port)
     try:
         server = http.server.HTTPServer(("127.0.0.1", port), Handler)
     except OSError as error:

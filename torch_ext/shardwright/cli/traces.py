@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,13 @@ _SUFFIXES = (".json", ".json.gz")
 
 
 def files_in(paths: Sequence[str]) -> list[Path]:
-    """Returns the given files, and all profiles in the given folders. Raises ValueError if there are none."""
+    """Returns the given files, and all profiles in the given folders. Raises ValueError for folders without any."""
     found: list[Path] = []
     for path in map(Path, paths):
-        inside = sorted(path.iterdir()) if path.is_dir() else [path]
+        try:
+            inside = sorted(path.iterdir()) if path.is_dir() else [path]
+        except OSError as error:
+            raise ValueError(f"{path} cannot be read: {error.strerror}") from None
         profiles = [file for file in inside if file.name.endswith(_SUFFIXES) or file == path]
         if not profiles:
             raise ValueError(f"{path} must have files *.json or *.json.gz, got none")
@@ -43,7 +47,10 @@ def merge(files: Sequence[Path]) -> dict[str, Any]:
     for rank, file in sorted(file_of.items()):
         trace = traces[file]
         offset_us = (trace.get("baseTimeNanoseconds", 0) - min(bases)) / 1000
-        events += _of_rank(rank, trace["traceEvents"], offset_us, first_pid=len(events))
+        try:
+            events += _of_rank(rank, trace["traceEvents"], offset_us, first_pid=len(events))
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(f"{file} must have events as torch.profiler exports them, got {error!r}") from None
     return {"displayTimeUnit": "ms", "baseTimeNanoseconds": min(bases), "traceEvents": events}
 
 
@@ -54,10 +61,15 @@ def _read(file: Path) -> dict[str, Any]:
         trace = json.loads(gzip.decompress(data) if file.suffix == ".gz" else data)
     except OSError as error:
         raise ValueError(f"{file} cannot be read: {error.strerror or error}") from None
-    except (ValueError, EOFError) as error:
+    except (ValueError, EOFError, RecursionError, zlib.error) as error:
         raise ValueError(f"{file} must be JSON, got: {error}") from None
     if not isinstance(trace, dict) or not isinstance(trace.get("traceEvents"), list):
         raise ValueError(f"{file} must be a profile that torch.profiler exported, got JSON without traceEvents")
+    info, base = trace.get("distributedInfo", {}), trace.get("baseTimeNanoseconds", 0)
+    if not isinstance(info, dict) or not isinstance(info.get("rank", 0), int):
+        raise ValueError(f"{file}: distributedInfo must be an object with an integer rank, got {json.dumps(info)[:80]}")
+    if not isinstance(base, (int, float)):
+        raise ValueError(f"{file}: baseTimeNanoseconds must be a number, got {json.dumps(base)[:80]}")
     return trace
 
 
