@@ -4,11 +4,9 @@ all public names. Quoted benchmark results are in the result files."""
 from __future__ import annotations
 
 import ast
-import contextlib
 import importlib
 import importlib.util
 import inspect
-import io
 import re
 import sys
 from pathlib import Path
@@ -16,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import shardwright as sw
-from shardwright.cli import main as cli
+from shardwright.cli.parsers import COMMANDS, parser_of
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
@@ -131,14 +129,25 @@ def test_make_targets_exist(page: Path) -> None:
 
 @pages
 def test_options_of_the_command_line_exist(page: Path) -> None:
-    known = {}
-    for command in ("plan", "transfer", "doctor", "calibrate"):
-        with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.suppress(SystemExit):
-            cli.main([command, "--help"])
-        known[command] = set(re.findall(r"--[a-z-]+", printed.getvalue()))
     for command, rest in re.findall(r"shardwright (\w+)((?: [^\n`]*)?)", page.read_text()):
-        if command in known:
-            assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", rest)) <= known[command], rest
+        if command in COMMANDS:
+            assert options_in(rest) <= options_of(command), rest
+
+
+def options_in(text: str) -> set[str]:
+    return set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", text))
+
+
+def options_of(command: str) -> set[str]:
+    return {option for action in parser_of(command)._actions for option in action.option_strings} - {"-h", "--help"}
+
+
+def test_command_line_page_has_every_option() -> None:
+    page = (ROOT / "docs" / "command_line.md").read_text()
+    sections = dict(re.findall(r"^## (\w+).*\n((?:(?!## ).*\n)*)", page, flags=re.MULTILINE))
+    for command in COMMANDS:
+        of_others = {"--version", "--nproc-per-node"}  # of `shardwright` itself and of torchrun
+        assert options_in(sections[command]) - of_others == options_of(command), command
 
 
 MODULES = ("attention", "calibration", "checkpoints", "debug", "experts", "fsdp", "graph", "parallel", "placements")
