@@ -28,7 +28,7 @@ STEPS_PER_BLOCK = 5
 class Weight:
     """One parameter: sharded over dp and tp between uses, unsharded over dp in use (as in FSDP with TP).
 
-    `resting_layout` has the placements on (dp, tp) between steps: tensor parallelism's placement on tp, and on dp a
+    `sharded_layout` has the placements on (dp, tp) between steps: tensor parallelism's placement on tp, and on dp a
     shard of the tensor dim that tp does not cut.
     """
 
@@ -36,24 +36,24 @@ class Weight:
         self.name, self.parameter, self.mesh = name, parameter, mesh
         tp_placement = parameter.placements[0]
         on_tp = f"S({tp_placement.dim})" if tp_placement.is_shard() else "R"
-        self.resting_layout = ("S(1)" if on_tp == "S(0)" else "S(0)", on_tp)
+        self.sharded_layout = ("S(1)" if on_tp == "S(0)" else "S(0)", on_tp)
         self.used_layout = ("R", on_tp)
         local = parameter.detach().to_local()
         used = self._dtensor(local, torch_placements(self.used_layout))
-        resting = used.redistribute(placements=torch_placements(self.resting_layout))
-        self.local = torch.nn.Parameter(resting.to_local().clone())
-        self.resting = self._dtensor(self.local.detach(), torch_placements(self.resting_layout))
+        sharded = used.redistribute(placements=torch_placements(self.sharded_layout))
+        self.local = torch.nn.Parameter(sharded.to_local().clone())
+        self.sharded = self._dtensor(self.local.detach(), torch_placements(self.sharded_layout))
 
     def gather(self) -> None:
-        """Updates the model's copy: from the resting layout to the used layout."""
-        used = self.resting.redistribute(placements=torch_placements(self.used_layout))
+        """Updates the model's copy: from the sharded layout to the used layout."""
+        used = self.sharded.redistribute(placements=torch_placements(self.used_layout))
         self.parameter.detach().to_local().copy_(used.to_local())
 
     def reduce_gradient(self) -> None:
-        """Sums the model's gradient over dp, and over tp where the layer left it partial, into the resting layout."""
+        """Sums the model's gradient over dp, and over tp where the layer left it partial, into the sharded layout."""
         gradient = self.parameter.grad
         placements = (Partial("sum"), *gradient.placements)
-        summed = self._dtensor(gradient.to_local(), placements).redistribute(placements=self.resting.placements)
+        summed = self._dtensor(gradient.to_local(), placements).redistribute(placements=self.sharded.placements)
         self.local.grad = summed.to_local()
         self.parameter.grad = None
 
@@ -118,7 +118,7 @@ def train(mesh: DeviceMesh, num_blocks: int = NUM_BLOCKS) -> Trainer:
         f"A language model of {config.num_layers} Llama blocks (dim {config.dim}, hidden {config.hidden}, "
         f"{config.num_heads} heads) reads Python's own reference and licence ({len(text):,} characters, "
         f"{len(ALPHABET)} different), in sequences of {' and '.join(map(str, SEQUENCE_LENGTHS))}, which tp cannot "
-        "divide. Tensor and sequence parallel on tp, by PyTorch's own styles; weights at rest sharded over dp too."
+        "divide. Tensor and sequence parallel on tp, by PyTorch's own styles; weights are sharded over dp too."
     )
     say()
 

@@ -37,7 +37,7 @@ def move_weights(trainer: Trainer, mesh: DeviceMesh) -> None:
     weights = trainer.weights
     globals_ = [_whole(weight, mesh) for weight in weights]
     serving = [_serving_layout(weight) for weight in weights]
-    training = [weight.resting_layout for weight in weights]
+    training = [weight.sharded_layout for weight in weights]
     replicated = [("R", "R") for _ in weights]
     wrong = _move_all(f"{len(weights)} weights, training -> serving", globals_, training, serving, mesh)
     wrong += _move_all(f"{len(weights)} weights, serving -> whole, for a file", globals_, serving, replicated, mesh)
@@ -70,7 +70,7 @@ def _move_all(label: str, globals_: list[torch.Tensor], src: list, dst: list, me
 
 def _serving_layout(weight: Weight) -> tuple[str, str]:
     """Returns the placements of tensor parallelism over all four ranks: dp cuts the tensor dim that tp cuts."""
-    _, on_tp = weight.resting_layout
+    _, on_tp = weight.sharded_layout
     return (on_tp, on_tp)
 
 
@@ -78,7 +78,7 @@ def _whole(weight: Weight, mesh: DeviceMesh) -> torch.Tensor:
     """Returns the global weight, assembled from every rank's part without DTensor."""
     parts: list = [None] * dist.get_world_size()
     dist.all_gather_object(parts, (coordinate(mesh), weight.local.detach()))
-    return assemble(dict(parts), weight.parameter.shape, weight.resting_layout, tuple(mesh.shape))
+    return assemble(dict(parts), weight.parameter.shape, weight.sharded_layout, tuple(mesh.shape))
 
 
 def run_case(label: str, case: Case, n: int, mesh: DeviceMesh, rounds: int = 4, repeats: int = 3) -> None:

@@ -99,7 +99,7 @@ def _explained() -> tuple[str, dict[str, float]]:
         0,
         None,
     )
-    assert f"ring in {WORLD} chunks, 2 under way\n" in str(found)
+    assert f"ring in {WORLD} chunks, depth 2\n" in str(found)
     assert {method for method, *_ in overlap.predictions} == {"serial", "ring", "collective"}
     kinds = {event["pid"] for event in json.loads(found.to_chrome())["traceEvents"]}
     assert kinds == {"0: predicted", "0: measured"}

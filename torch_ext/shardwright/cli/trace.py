@@ -43,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("profiles", metavar="FILE", nargs="+", help="profiles of the ranks, or folders of them")
     made.add_argument("--out", metavar="FILE", help="write the trace (.json or .json.gz) instead of serving it")
-    made.add_argument("--port", type=int, default=PORT, help="on 127.0.0.1; Perfetto needs the default, %(default)s")
+    made.add_argument("--port", type=int, default=PORT, help="port on 127.0.0.1; Perfetto needs %(default)s")
     return made
 
 

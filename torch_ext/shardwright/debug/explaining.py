@@ -220,9 +220,9 @@ def _paragraph(entry: Explained | ExplainedStep) -> str:
 
 
 def _depth_text(depth: int, sms_left: int) -> str:
-    """Returns the text of a depth other than 1, and of the multiprocessors that are left to transfers, if any."""
-    text = f", {depth} under way" if depth != 1 else ""
-    return f"{text}, {sms_left} SMs left to them" if sms_left else text
+    """Returns the text of a depth other than 1, and of the multiprocessors that products leave to transfers, if any."""
+    text = f", depth {depth}" if depth != 1 else ""
+    return f"{text}, {sms_left} SMs left to transfers" if sms_left else text
 
 
 def _bars(kind: str, events: Trace) -> list[str]:
