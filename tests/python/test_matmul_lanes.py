@@ -105,6 +105,14 @@ def _explained() -> tuple[str, dict[str, float]]:
     assert kinds == {"0: predicted", "0: measured"}
     for events in (overlap.predicted, overlap.measured):
         assert [event.chunk for event in events if event.lane == "compute"] == list(range(WORLD))
+
+    def two_products() -> None:
+        first = weight[:, : 1 if dist.get_rank() == 0 else 0]  # other ranks have no column
+        sw.all_gather_matmul(x, first, size=SIZES["size"], columns=1)
+        sw.all_gather_matmul(x, weight, **SIZES)
+
+    ran = [any(event.instruction.startswith("gemm") for event in entry.measured) for entry in sw.explain(two_products)]
+    assert ran == [dist.get_rank() == 0, True]
     return str(found), {f"{method} {chunks}": us for method, chunks, *_, us in overlap.predictions}
 
 

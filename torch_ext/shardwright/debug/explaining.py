@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from .._planner import Matmul, StepSchedule
@@ -116,11 +116,8 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
     runs = sorted({event.run for event in events})
     by_run = {run: Trace(event for event in events if event.run == run) for run in runs}
     # Redistributes are programs too; keep the programs that have products.
-    of_products = [by_run[run] for run in runs if any(_is_product(event) for event in by_run[run])]
-    explained = Explanation(
-        _explained(call, measured)
-        for call, measured in zip(calls, [*of_products, *[Trace()] * len(calls)], strict=False)
-    )
+    of_products = iter([by_run[run] for run in runs if any(_is_product(event) for event in by_run[run])])
+    explained = Explanation(_explained(call, of_products) for call in calls)
     explained.extend(_explained_step(step, events) for steps in recorded for step in steps)
     return explained
 
@@ -130,9 +127,11 @@ def _is_product(event: TraceEvent) -> bool:
     return event.instruction.startswith("gemm")
 
 
-def _explained(call: running.Call, measured: Trace) -> Explained:
-    """Returns the schedule and the timelines of a program of products. `measured` has its events."""
+def _explained(call: running.Call, runs: Iterator[Trace]) -> Explained:
+    """Returns the schedule and the timelines of a program of products. `runs`: events of later runs with products."""
     matmul, schedule = Matmul.parse(call.program)
+    # The run of a program has no product if this rank's part of the result is empty.
+    measured = next(runs, Trace()) if ". gemm" in matmul.program(schedule, call.rank) else Trace()
     lanes = matmul.timeline(schedule, call.model)
     predicted = Trace(
         TraceEvent(lane, text, chunk, 0, start / 1e12, end / 1e12) for lane, text, chunk, start, end in lanes["spans"]
