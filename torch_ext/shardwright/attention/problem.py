@@ -19,10 +19,10 @@ from .._native import _planner
 from ..dtensor import guards
 from ..dtensor.specs import has_default_order, layout_of
 from ..graph.fakes import meta_of, on_fakes, uncompiled
-from ..layouts import argument_values, tables
+from ..layouts import argument_values
 from ..layouts.errors import argument_error
 from ..layouts.layout import Layout, Mesh
-from ..layouts.topology import tables_now
+from ..layouts.topology import default_topology, tables_now
 from ..placements import Pieces
 from ..runtime import argument_checks, checking, executables, groups
 from ..runtime.agreement import GroupWords, Statement
@@ -283,13 +283,11 @@ def _with_method(attention: _planner.Attention, method: str, device_type: str, n
     return attention.with_method(method, topology)
 
 
-def tables_for(attention: _planner.Attention, device_type: str) -> tuple[_planner.Topology | None, _planner.GemmModel]:
-    """Returns the topology (None: the lowering's default) and the GEMM model with which to plan an attention."""
-    now = tables_now()
-    topology = now.environment or tables.measured_topology(attention.lowering.name)
-    model = now.gemm_model(device_type, attention.dtype)
+def tables_for(attention: _planner.Attention, device_type: str) -> tuple[_planner.Topology, _planner.GemmModel]:
+    """Returns the topology and the GEMM model with which to plan an attention."""
+    model = tables_now().gemm_model(device_type, attention.dtype)
     executables.log_default_model(model, device_type)
-    return topology, model
+    return default_topology(attention.lowering), model
 
 
 def bind(attention: _planner.Attention, rank: int, group: dist.ProcessGroup | None) -> Planned:

@@ -24,6 +24,18 @@ def uncompiled(function: F, disabled: F) -> F:
     return function if get_eval_frame_callback() is None else disabled
 
 
+def _shard_order(tensor: DTensor) -> tuple[tuple[int, tuple[int, ...]], ...] | None:
+    """Returns the shard order of a DTensor as pairs of tensor dim and mesh dims; None if placements encode it."""
+    spec = tensor._spec
+    if spec.use_strided_shard_as_shard_order:
+        return None
+    return tuple((entry.tensor_dim, tuple(entry.mesh_dims)) for entry in spec.shard_order)
+
+
+# Dynamo reads properties of DTensors that a graph computes, but not their `_spec`.
+DTensor._shardwright_order = property(_shard_order)  # type: ignore[attr-defined]
+
+
 def meta_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Returns constants that describe a tensor without its elements, and for a DTensor its mesh, shard order (None if
     placements encode it) and placements.
@@ -33,10 +45,7 @@ def meta_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     if not isinstance(tensor, DTensor):
         return (*plain, tensor.requires_grad)
     local_shape = tuple(map(index, tensor.to_local().shape))
-    spec = tensor._spec
-    order = (
-        None if spec.use_strided_shard_as_shard_order else tuple((x.tensor_dim, x.mesh_dims) for x in spec.shard_order)
-    )
+    order = tensor._shardwright_order  # type: ignore[attr-defined]
     return (*plain, tensor.requires_grad, local_shape, tensor.device_mesh, order, tuple(tensor.placements))
 
 
