@@ -15,7 +15,7 @@ from ..layouts.errors import argument_error
 from ..layouts.layout import Layout, Mesh
 from ..placements import Pieces
 from ..rules import patterns
-from .recording import Intervals, Load, Weights, Write, record
+from .recording import Intervals, Load, Weights, Write, num_written, record
 
 Region = tuple[Intervals, ...]  # intervals along each dim
 
@@ -100,29 +100,11 @@ def _not_written(
         parts.setdefault(write.into.untyped_storage()._cdata, []).append(write.into)
     problems = []
     for name, parameter in parameters:
-        written = _num_written(parameter, parts.get(parameter.untyped_storage()._cdata, ()))
+        written = num_written(parameter, parts.get(parameter.untyped_storage()._cdata, ()))
         if written < parameter.numel() and not patterns.is_listed(name, unwritten):
             which = f"{written} of the {parameter.numel()} elements of parameter {name}"
             problems.append(f"the loader writes {which}; list it in unwritten= if that is right")
     return problems
-
-
-def _num_written(parameter: torch.Tensor, parts: Iterable[torch.Tensor]) -> int:
-    """Returns the number of elements of a parameter that are in at least one of these parts of its storage."""
-    begin, end = _span(parameter)
-    inside = sorted((part for part in parts if begin <= _span(part)[0] and _span(part)[1] <= end), key=_span)
-    if all(_span(a)[1] <= _span(b)[0] for a, b in itertools.pairwise(inside)):
-        return sum(part.numel() for part in inside)
-    mask = torch.zeros((end - begin) // parameter.itemsize, dtype=torch.bool)
-    for part in inside:
-        mask.as_strided(part.shape, part.stride(), (_span(part)[0] - begin) // part.itemsize).fill_(True)
-    return int(mask.as_strided(parameter.shape, parameter.stride(), 0).sum())
-
-
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Returns the range [begin, end) of bytes of its storage that a tensor spans."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
-    return tensor.storage_offset() * tensor.itemsize, (tensor.storage_offset() + last + 1) * tensor.itemsize
 
 
 def _layout(shape: tuple[int, ...], dtypes: set[str], regions: Mapping[int, Region]) -> _planner.Layout:

@@ -24,6 +24,8 @@ Intervals = tuple[tuple[int, int], ...]  # [begin, end) of indices along a dim
 
 # Operators that make a copy, which is recorded as a view.
 _COPIES = (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
+# Operators that write a constant.
+_FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
 
 
 class Write(NamedTuple):
@@ -53,8 +55,11 @@ class _Strided(NamedTuple):
 def record(load: Load, weights: Weights) -> dict[str, Write]:
     """Runs a loader, and returns what it writes of each weight, without changing anything.
 
+    Constants that the loader writes are ignored, unless they replace a weight that it has copied.
+
     Raises:
-        ValueError: the loader does more with a weight than copying one box of it to a strided part of a parameter.
+        ValueError: the loader does more with a weight than copying one box of it to a strided part of a parameter, or
+            it changes a parameter in another way.
     """
     recorder = _Recorder()
     with torch.no_grad(), recorder:
@@ -68,6 +73,7 @@ class _Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.writes: dict[str, list[Write]] = {}
+        self._copied: dict[int, list[tuple[str, torch.Tensor, int, int]]] = {}  # name, destination, span; by storage
         self._memories: dict[int, _Memory] = {}  # by storage
         self._made: set[int] = set()  # storages of other tensors that the loader has made
         self._alive: list[torch.Tensor] = []  # keeps these storages, so that no other gets the same identity
@@ -92,7 +98,13 @@ class _Recorder(TorchDispatchMode):
         leaves = torch.utils._pytree.tree_leaves((args, kwargs))
         found = next((memory for memory in map(self._memory_of, leaves) if memory is not None), None)
         if found is None:
-            return self._noted(func(*args, **kwargs), leaves)
+            foreign = [x for x in _written(func, args, kwargs) if x.numel() and _storage_of(x) not in self._made]
+            for tensor in foreign:
+                self._check_fill(func, tensor)
+            if foreign:
+                return args[0]
+            is_new = func is torch.ops.aten.lift_fresh.default  # the result of torch.tensor()
+            return self._noted(func(*args, **kwargs), () if is_new else leaves)
         if func is torch.ops.aten.copy_.default and self._memory_of(args[0]) is None:
             self._record(args[0], args[1], found)
             return args[0]
@@ -115,6 +127,16 @@ class _Recorder(TorchDispatchMode):
                 self._alive.append(tensor)
         return result
 
+    def _check_fill(self, func: Any, into: torch.Tensor) -> None:
+        """Raises ValueError unless `func` writes a constant to elements of a parameter that have no weight yet."""
+        begin, end = span(into)
+        parts = self._copied.get(_storage_of(into), ())
+        copied = [x[0] for x in parts if x[2] < end and begin < x[3] and num_written(into, [x[1]])]
+        if func not in _FILLS or copied:
+            allowed = "a loader that changes parameters only by copies of weights, and by constants before the copies"
+            where = f" that has {copied[0]}" if copied else ""
+            raise argument_error("load", allowed, f"{func} of a tensor of shape {tuple(into.shape)}{where}")
+
     def _record(self, into: torch.Tensor, value: torch.Tensor, memory: _Memory) -> None:
         """Records a copy of `value`, a view of `memory`."""
         if into.numel() == 0:
@@ -133,6 +155,36 @@ class _Recorder(TorchDispatchMode):
         part = into.detach().as_strided(lengths, strides, into.storage_offset())
         region = tuple(((begin, begin + length),) for begin, length in zip(begins, lengths))
         self.writes.setdefault(memory.name, []).append(Write(region, part))
+        self._copied.setdefault(_storage_of(into), []).append((memory.name, part, *span(part)))
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Returns the tensors to which an operator writes."""
+    arguments = func._schema.arguments
+    given = {**dict(zip((argument.name for argument in arguments), args)), **kwargs}
+    values = [given.get(x.name) for x in arguments if x.alias_info is not None and x.alias_info.is_write]
+    return [x for x in torch.utils._pytree.tree_leaves(values) if isinstance(x, torch.Tensor)]
+
+
+def span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Returns the range [begin, end) of bytes of its storage that a tensor spans."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return tensor.storage_offset() * tensor.itemsize, (tensor.storage_offset() + last + 1) * tensor.itemsize
+
+
+def num_written(tensor: torch.Tensor, parts: Iterable[torch.Tensor]) -> int:
+    """Returns the number of elements of a tensor that are in at least one of these parts of its storage."""
+    begin, end = span(tensor)
+    near = sorted((part for part in parts if span(part)[0] < end and begin < span(part)[1]), key=span)
+    limits = [(begin, begin), *map(span, near), (end, end)]
+    is_dense = tensor.numel() * tensor.itemsize == end - begin
+    if is_dense and all(a[1] <= b[0] for a, b in itertools.pairwise(limits)):
+        return sum(part.numel() for part in near)
+    low, high = min(limits)[0], max(x[1] for x in limits)
+    mask = torch.zeros((high - low) // tensor.itemsize, dtype=torch.bool)
+    for part in near:
+        mask.as_strided(part.shape, part.stride(), (span(part)[0] - low) // part.itemsize).fill_(True)
+    return int(mask.as_strided(tensor.shape, tensor.stride(), (begin - low) // tensor.itemsize).sum())
 
 
 def _is_view(func: Any) -> bool:
