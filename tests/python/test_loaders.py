@@ -61,6 +61,13 @@ def _rows(x: torch.Tensor, w: torch.Tensor) -> None:
         x[2 * to].copy_(w[row])
 
 
+def _experts(x: torch.Tensor, w: torch.Tensor) -> None:
+    """The loader copies the first half of each gate, then that of each up. They alternate in the parameter."""
+    for half, of_experts in enumerate(w.chunk(2, 1)):
+        for to, expert in zip(x, of_experts.unbind()):
+            to.narrow(0, half, 1).copy_(expert[:1])
+
+
 def _one(x: torch.Tensor, w: torch.Tensor) -> None:
     x[0] = w[5, 3, 9]
 
@@ -81,6 +88,7 @@ LOADERS: list[tuple[Callable[[torch.Tensor, torch.Tensor], None], tuple[int, ...
     (_unflattened, (1, 2, 3, 2, 10)),
     (_parts, (4, 6, 10)),
     (_rows, (6, 4, 10)),
+    (_experts, (6, 2, 10)),
     (_one, (3,)),
     (_padded, (4, 12)),
 ]

@@ -39,7 +39,7 @@ def recorded_destination(
     stacked and sharded. All ranks of the server must call.
 
     The loader may take views of weights and copy them: slices, transposes, casts. On each rank, what it writes of a
-    weight must be a box, or intervals along one dim, and must be one strided part of a parameter. Anything else is an
+    weight must be a box, or intervals along its dims, and must be one strided part of a parameter. Anything else is an
     error, for example a loader that computes with weights or quantizes them.
 
     Args:

@@ -288,25 +288,36 @@ def _box(weight: _Memory, view: _Strided, into: Sequence[int]) -> tuple[list[int
 
 
 def _merged(name: str, writes: Sequence[Write]) -> Write:
-    """Joins writes to adjacent elements, such as the parts of a fused weight, into one with several intervals."""
-    ordered = sorted(writes, key=lambda write: write.into.storage_offset())
-    first, *others = ordered
-    for other in others:
-        a, b = first.into, other.into
-        dims = [d for d, (x, y) in enumerate(zip(first.region, other.region)) if x != y]
-        if len(dims) != 1 or _storage_of(a) != _storage_of(b):
-            raise _unsupported_error(name, "writes it to several places")
-        (dim,) = dims
-        step = _stride(a, b, dim)
-        same = all(a.stride(d) == b.stride(d) for d in range(a.ndim) if d != dim or min(a.shape[d], b.shape[d]) > 1)
-        if not same or b.storage_offset() != a.storage_offset() + a.shape[dim] * step:
-            raise _unsupported_error(name, "writes it to several places")
-        sizes, strides = list(a.shape), list(a.stride())
-        sizes[dim], strides[dim] = a.shape[dim] + b.shape[dim], step
-        region = list(first.region)
-        region[dim] = _joined((*first.region[dim], *other.region[dim]))
-        first = Write(tuple(region), a.as_strided(sizes, strides, a.storage_offset()))
-    return first
+    """Joins writes to adjacent elements, such as the parts of a fused weight, into one with several intervals.
+
+    Parts of a grid are first joined along the inner dim of the parameter, such as gate and up of each expert.
+    """
+    parts: list[Write] = []
+    for write in sorted(writes, key=lambda write: write.into.storage_offset()):
+        parts.append(write)
+        while len(parts) > 1 and (both := _joined_pair(*parts[-2:])) is not None:
+            parts[-2:] = [both]
+    if len(parts) > 1:
+        raise _unsupported_error(name, "writes it to several places")
+    return parts[0]
+
+
+def _joined_pair(first: Write, other: Write) -> Write | None:
+    """Returns two writes as one, or None unless `other` follows `first` along one dim."""
+    a, b = first.into, other.into
+    dims = [d for d, (x, y) in enumerate(zip(first.region, other.region)) if x != y]
+    if len(dims) != 1 or _storage_of(a) != _storage_of(b):
+        return None
+    (dim,) = dims
+    step = _stride(a, b, dim)
+    same = all(a.stride(d) == b.stride(d) for d in range(a.ndim) if d != dim or min(a.shape[d], b.shape[d]) > 1)
+    if not same or b.storage_offset() != a.storage_offset() + a.shape[dim] * step:
+        return None
+    sizes, strides = list(a.shape), list(a.stride())
+    sizes[dim], strides[dim] = a.shape[dim] + b.shape[dim], step
+    region = list(first.region)
+    region[dim] = _joined((*first.region[dim], *other.region[dim]))
+    return Write(tuple(region), a.as_strided(sizes, strides, a.storage_offset()))
 
 
 def _stride(a: torch.Tensor, b: torch.Tensor, dim: int) -> int:
