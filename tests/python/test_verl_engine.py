@@ -168,7 +168,8 @@ def _serve(store: dist.Store, number: int) -> list[tuple[int, int]]:
     from shardwright.integrations.verl.worker import WorkerExtension
 
     model, checked = _Served(dist.get_rank()), _Served(dist.get_rank())
-    vllm_config = types.SimpleNamespace(quant_config=None, model_config=None)
+    parallel_config = types.SimpleNamespace(enable_eplb=False)
+    vllm_config = types.SimpleNamespace(quant_config=None, model_config=None, parallel_config=parallel_config)
     worker = WorkerExtension()
     worker.model_runner, worker.device = (
         types.SimpleNamespace(model=model, vllm_config=vllm_config),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import pathlib
+import re
 import socket
 import sys
 import time
@@ -110,7 +111,8 @@ def _serve(store: dist.Store, rank: int) -> None:
     has_bias = json.loads(store.get("only_changed"))
     model, checked = _Model(rank, has_bias), _Model(rank, has_bias)
     config = types.SimpleNamespace(backend="shardwright")
-    vllm_config = types.SimpleNamespace(parallel_config=None, model_config=None)
+    parallel_config = types.SimpleNamespace(enable_eplb=False)
+    vllm_config = types.SimpleNamespace(parallel_config=parallel_config, model_config=None)
     engine = WeightTransferEngineFactory.create_engine(config, vllm_config, torch.device("cpu"), model)
     updates, number = 0, 0
     while updates < UPDATES:
@@ -177,7 +179,11 @@ def test_error_of_workers_is_the_cause_of_the_senders() -> None:
 
 
 def _server_fails(failing: str) -> str:
-    """Rank 1 loads weights into a layer that converts them. Returns the error that all ranks raise."""
+    """Rank 1 loads weights into a layer that converts them. Returns the error that all ranks raise.
+
+    Args:
+        failing: a function of vLLM that raises an error, or "enable_eplb", which is set.
+    """
     from shardwright.integrations.vllm.loading import LoadedWeights, recorded
 
     layer = torch.nn.Linear(4, 4, bias=False).requires_grad_(False)
@@ -205,12 +211,17 @@ def _server_fails(failing: str) -> str:
             recorded(lambda _: None, (), weights, options, link)
         else:
             layer.to("meta")
-            loaded = LoadedWeights(layer, None, ())
+            parallel_config = types.SimpleNamespace(enable_eplb=failing == "enable_eplb")
+            vllm_config = types.SimpleNamespace(parallel_config=parallel_config, model_config=None)
+            loaded = LoadedWeights(layer, vllm_config, ())
             loaded.destinations(lambda load, x, use: recorded(load, x, weights, options, link, use))
     return str(raised.value)
 
 
-@pytest.mark.parametrize("failing", ["materialize_layer", "finalize_layerwise_reload", "is_deferred_attention_layer"])
+@pytest.mark.parametrize(
+    "failing", ["materialize_layer", "finalize_layerwise_reload", "is_deferred_attention_layer", "enable_eplb"]
+)
 def test_all_ranks_raise_if_a_server_fails_to_load(pool: Pool, failing: str) -> None:
+    error = "enable_eplb must be False, .*, got True" if failing == "enable_eplb" else "MemoryError: no memory"
     for text in pool.run(_server_fails, 2, failing):
-        assert "MemoryError: no memory (on rank 1" in text
+        assert re.search(error + r" \(on rank 1", text)

@@ -138,7 +138,7 @@ class Receiver(_Member):
             link = self._connect(address, role[0], store)
             weights, rules, options = _from_trainer(link, None)
             vllm = self._vllm_config
-            self._loaded = LoadedWeights(self._model, vllm.model_config, options.plain_methods)
+            self._loaded = LoadedWeights(self._model, vllm, options.plain_methods)
             to = self._loaded.destinations(
                 lambda load, x, use: recorded(unquantized(load, vllm), x, weights, options, link, use)
             )

@@ -81,8 +81,7 @@ class ServerEngine(WeightTransferEngine[ServerInitInfo, UpdateInfo]):
         store = dist.TCPStore(init_info.store_host, init_info.store_port, is_master=False)
         link = connect(store, "server", init_info.world_size, backend=init_info.group_backend)
         self._link = link
-        model_config = self.vllm_config.model_config
-        self._loaded = LoadedWeights(self.model, model_config, init_info.plain_methods)
+        self._loaded = LoadedWeights(self.model, self.vllm_config, init_info.plain_methods)
         weights = _shapes(init_info)
         to = self._loaded.destinations(lambda load, x, use: recorded(load, x, weights, init_info, link, use))
         self._transfer = planned(None, to, [], init_info, link, self.device)

@@ -39,28 +39,33 @@ class LoadedWeights:
     transpose weights, or derive others from them.
 
     Args:
+        vllm_config: vLLM's configuration of the model.
         plain_methods: class names of ``quant_method`` that do not convert weights, in addition to `PLAIN_METHODS`.
     """
 
-    def __init__(self, model: torch.nn.Module, model_config: Any, plain_methods: Iterable[str]) -> None:
-        self._model, self._model_config = model, model_config
+    def __init__(self, model: torch.nn.Module, vllm_config: Any, plain_methods: Iterable[str]) -> None:
+        self._model, self._model_config = model, vllm_config.model_config
+        self._load = model.load_weights
+        if vllm_config.parallel_config.enable_eplb:
+            allowed = "False, because load balancing moves experts to other slots"
+            self._load = _failing(argument_error("vLLM's enable_eplb", allowed, True))
         self._converts = _converts(model, {*PLAIN_METHODS, *plain_methods})
         self._layers: dict[torch.nn.Module, dict[str, torch.Tensor]] = {}  # the second set: by layer and name
 
     def destinations(self, record: Record) -> Found:
         """Returns what `record` finds. The model's parameters are unchanged afterwards.
 
-        `record` raises ValueError on all ranks if this rank has no memory for the second set, or the loader writes to
-        an attention layer that converts its weights, such as scales.
+        `record` raises ValueError on all ranks if this rank has no memory for the second set, vLLM may move experts, or
+        the loader writes to an attention layer that converts its weights, such as scales.
         """
         model = self._model
         if not self._converts:
-            return record(model.load_weights, model.named_parameters(), lambda _: None)
+            return record(self._load, model.named_parameters(), lambda _: None)
         from vllm.model_executor.model_loader.reload import layerwise
 
         with contextlib.ExitStack() as reload:
             reload.callback(self._end_reload)
-            load, parameters = model.load_weights, iter(model.named_parameters())
+            load, parameters = self._load, iter(model.named_parameters())
             as_loaded, kernel_tensors = {}, {}
             try:
                 layerwise.initialize_layerwise_reload(model)
