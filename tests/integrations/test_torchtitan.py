@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ from torchtitan.protocols.sharding import ShardingConfig
 import shardwright as sw
 from pool import Pool
 from shardwright.integrations.torchtitan import llama3
-from shardwright.integrations.torchtitan.parallelize import check_redistributes
+from shardwright.integrations.torchtitan.parallelize import check_redistributes, with_our_functions
 from shardwright.spmd.redistributes import redistribute
 from titan import make_assets, train
 
@@ -223,3 +224,18 @@ def test_configurations_of_a_module() -> None:
     assert llama3.llama3_debugmodel().model_spec.parallelize_fn.__name__ == "parallelize_llama"
     with pytest.raises(AttributeError, match="no function 'other'"):
         llama3.other  # noqa: B018
+
+
+REFUSED_OPTIONS: dict[str, dict[str, Any]] = {
+    "disable_cuda_graphs must be True": {"disable_cuda_graphs": False},
+    "components must be without 'model' with tensor or expert": {"tp_enabled": True},
+    r"got \['model'\]": {"ep_enabled": True},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED_OPTIONS)
+def test_refused_options(message: str) -> None:
+    chosen = {"disable_cuda_graphs": True, "enable": True, "components": ["model"], "tp_enabled": False}
+    every = SimpleNamespace(**{**chosen, "ep_enabled": False, "cp_enabled": False, **REFUSED_OPTIONS[message]})
+    with pytest.raises(ValueError, match=message):
+        with_our_functions(nn.Identity())(parallel_dims=every, training=every, compile_config=every)

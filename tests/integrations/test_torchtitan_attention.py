@@ -180,14 +180,13 @@ def _replace(model: nn.Module, **options: Any) -> None:
     chosen = {
         "spmd_backend": "spmd_types",
         "context_parallel_load_balancer": "headtail",
-        "disable_cuda_graphs": True,
         "enable": False,
         "components": ["model", "loss"],
         **options,
     }
     every = SimpleNamespace(**chosen)
     dims = SimpleNamespace(get_mesh=lambda name: SimpleNamespace(get_group=lambda: None))
-    attention.replace_attention(model, parallel_dims=dims, training=every, parallelism=every, compile_config=every)
+    attention.replace_attention(model, parallel_dims=dims, parallelism=every, compile_config=every)
 
 
 def _flex() -> nn.Module:
@@ -197,7 +196,6 @@ def _flex() -> nn.Module:
 REFUSED: dict[str, Callable[[], None]] = {
     "spmd_backend must be 'spmd_types'": lambda: _replace(_flex(), spmd_backend="full_dtensor"),
     "load_balancer must be 'headtail' or None": lambda: _replace(_flex(), context_parallel_load_balancer="ptrr"),
-    "disable_cuda_graphs must be True": lambda: _replace(_flex(), disable_cuda_graphs=False),
     "components must be without 'model'": lambda: _replace(_flex(), enable=True),
     "model must be one with the attention masks": lambda: _replace(WithOwnMasks(nn.Identity())),
     "got a VarlenAttention": lambda: _replace(Model(VarlenAttention(VarlenAttention.Config()))),

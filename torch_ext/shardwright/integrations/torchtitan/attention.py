@@ -102,7 +102,7 @@ def _rows_placed(rows: int, length: int, layout: str, count: int) -> Pieces:
 
 
 def replace_attention(
-    model: nn.Module, *, parallel_dims: ParallelDims, training: Any, parallelism: Any, compile_config: Any, **_: Any
+    model: nn.Module, *, parallel_dims: ParallelDims, parallelism: Any, compile_config: Any, **_: Any
 ) -> None:
     """Replaces the model's attention over the ranks of context parallelism, before the model is parallelized.
 
@@ -115,8 +115,6 @@ def replace_attention(
     if parallelism.spmd_backend != "spmd_types":
         raise argument_error("parallelism.spmd_backend", "'spmd_types'", repr(parallelism.spmd_backend))
     _layout_of(parallelism.context_parallel_load_balancer)
-    if not training.disable_cuda_graphs:
-        raise argument_error("training.disable_cuda_graphs", "True with context parallelism", False)
     if compile_config.enable and "model" in compile_config.components:
         allowed = "without 'model' with context parallelism, because each batch has other documents"
         raise argument_error("compile.components", allowed, compile_config.components)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.distributed import fsdp
-from torchtitan.distributed.parallel_dims import MeshAxisName, SpmdLayout
+from torchtitan.distributed.parallel_dims import MeshAxisName, ParallelDims, SpmdLayout
 from torchtitan.models.common import dist_gemm
 from torchtitan.protocols import module
 from torchtitan.protocols.sharding import ShardingConfig
@@ -34,6 +34,7 @@ def with_our_functions(parallelize_fn: Callable[..., nn.Module]) -> Callable[...
 
     @functools.wraps(parallelize_fn)
     def parallelize(*args: Any, **kwargs: Any) -> nn.Module:
+        _check_options(**kwargs)
         drop_in.enable()
         fsdp.fully_shard = fully_shard
         module.spmd_redistribute_per_axis = redistribute_per_axis
@@ -45,6 +46,17 @@ def with_our_functions(parallelize_fn: Callable[..., nn.Module]) -> Callable[...
         return parallelize_fn(*args, **kwargs)
 
     return parallelize
+
+
+def _check_options(*, training: Any, compile_config: Any, parallel_dims: ParallelDims, **_: Any) -> None:
+    """Raises ValueError if an option is not supported."""
+    if not training.disable_cuda_graphs:
+        allowed = "True with shardwright, because torchtitan captures the second step and sw.fully_shard times it"
+        raise argument_error("training.disable_cuda_graphs", allowed, False)
+    is_parallel = parallel_dims.tp_enabled or parallel_dims.ep_enabled
+    if is_parallel and compile_config.enable and "model" in compile_config.components:
+        allowed = "without 'model' with tensor or expert parallelism, whose communication cannot be compiled"
+        raise argument_error("compile.components", allowed, compile_config.components)
 
 
 def redistribute_per_axis(x: torch.Tensor, mesh: DeviceMesh | None, src_types: Types, dst_types: Types) -> torch.Tensor:
