@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import pathlib
@@ -10,7 +11,8 @@ import socket
 import sys
 import time
 import types
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -66,6 +68,17 @@ class _Model(weight_sync_jobs.Served):
         return iter(self.weights.items())
 
 
+def _shut_down(engine: Any, update: Callable[[], object]) -> None:
+    """Checks that a shutdown, also a second one, releases the transfer, and that a later update is a clear error."""
+    transfer = weakref.ref(engine._transfer)
+    for _ in range(2):
+        engine.shutdown()
+    gc.collect()
+    assert transfer() is None
+    with pytest.raises(RuntimeError, match="the engine has no connection, .* call .*init.* first"):
+        update()
+
+
 def _train(store: dist.Store, rank: int, port: int, only_changed: bool | int) -> None:
     from vllm.distributed.weight_transfer.base import ModuleSource
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
@@ -102,7 +115,7 @@ def _train(store: dist.Store, rank: int, port: int, only_changed: bool | int) ->
         everything = sum(p.to_local().numel() for p in model.parameters()) * 2
         if update and update != DISCARDED and only_changed:
             assert meter.sent_bytes < everything / 3  # nothing is gathered, and only first rows changed
-    engine.shutdown()
+    _shut_down(engine, engine.send_weights)
 
 
 def _serve(store: dist.Store, rank: int) -> None:
@@ -131,7 +144,7 @@ def _serve(store: dist.Store, rank: int) -> None:
             updates += 1
         store.add(f"done/{number}", 1)
         number += 1
-    engine.shutdown()
+    _shut_down(engine, lambda: engine.update_weights({}))
 
 
 def _run(shared: Any, role: str, rank: int, port: int, only_changed: bool | int) -> None:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,8 +33,11 @@ from ...layouts.layout import Layout, Mesh
 from ...loaders import in_connection
 from ...loaders.recording import Weights
 from ...runtime.connecting import Connection, connect
+from ...transfers.transfer import Transfer
 from . import BACKEND
 from .loading import LoadedWeights, default_backend, planned, recorded
+
+_Part = TypeVar("_Part")
 
 _GRACE_SECONDS = 1.0  # time for the workers' error to arrive after an error on the sender
 
@@ -72,12 +75,15 @@ class ServerEngine(WeightTransferEngine[ServerInitInfo, UpdateInfo]):
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
     _link: Connection | None = None
+    _loaded: LoadedWeights | None = None
+    _transfer: Transfer | None = None
 
     def init_transfer_engine(self, init_info: ServerInitInfo) -> None:
-        """Connects to the trainer, records the model's loader, and plans the transfer.
+        """Connects to the trainer, records the model's loader, and plans the transfer. Ends an earlier connection.
 
         Raises ValueError on all workers and on the trainer's ranks if the loader cannot be recorded.
         """
+        self.shutdown()
         store = dist.TCPStore(init_info.store_host, init_info.store_port, is_master=False)
         link = connect(store, "server", init_info.world_size, backend=init_info.group_backend)
         self._link = link
@@ -91,7 +97,7 @@ class ServerEngine(WeightTransferEngine[ServerInitInfo, UpdateInfo]):
 
     def finish_weight_update(self) -> None:
         """Converts what was received, in layers that convert weights after loading."""
-        self._loaded.finish()
+        _connected(self._loaded, "init_transfer_engine").finish()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         self.receive_weights(self.parse_update_info(update_info))
@@ -100,11 +106,13 @@ class ServerEngine(WeightTransferEngine[ServerInitInfo, UpdateInfo]):
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Receives all weights: in place, or in layers that convert them, in a second set of tensors."""
-        self._transfer.start(everything=update_info.everything).wait()
+        _connected(self._transfer, "init_transfer_engine").start(everything=update_info.everything).wait()
 
     def shutdown(self) -> None:
+        """Ends the connection, if there is one, and releases the memory of the transfer."""
         if self._link is not None:
             self._link.close()
+        self._link = self._loaded = self._transfer = None
 
 
 @dataclass
@@ -161,6 +169,9 @@ class TrainerEngine(TrainerWeightTransferEngine[TrainerInfo]):
     """The engine on each rank of the trainer. Its source is a `DTensorSource`, or implements ``iter_local``."""
 
     init_info_cls = TrainerInfo
+    _link: Connection | None = None
+    _store: dist.Store | None = None
+    _transfer: Transfer | None = None
 
     @classmethod
     def trainer_init(cls, init_info: TrainerInfo, *, client: Any, source: WeightSource | None = None) -> TrainerEngine:
@@ -194,16 +205,20 @@ class TrainerEngine(TrainerWeightTransferEngine[TrainerInfo]):
 
         Raises RuntimeError on all ranks if the server does not start the update.
         """
+        transfer = _connected(self._transfer, "trainer_init")
         self._start_weight_update()
         self._with_workers(
             lambda: self.client.update_weights(asdict(UpdateInfo(everything=everything))),
-            lambda: self._transfer.start(everything).wait(),
+            lambda: transfer.start(everything).wait(),
         )
         if self.is_sender:
             self.client.finish_weight_update()
 
     def shutdown(self) -> None:
-        self._link.close()
+        """Ends the connection, if there is one, and releases the memory of the transfer and the port of the store."""
+        if self._link is not None:
+            self._link.close()
+        self._link = self._store = self._transfer = None
 
     def _start_weight_update(self) -> None:
         """Lets the sender start the update. The other ranks wait for it, so that they do not wait for the workers."""
@@ -218,7 +233,7 @@ class TrainerEngine(TrainerWeightTransferEngine[TrainerInfo]):
             raise RuntimeError(f"vLLM did not start a weight update: {said[0]}") from failure
 
     def _plan(self, store: dist.Store, init_info: ServerInitInfo) -> None:
-        self._store = store  # lives as long as the engine
+        self._store = store  # lives as long as the connection
         self._link = connect(store, "trainer", init_info.world_size, backend=init_info.group_backend)
         recorded(lambda _: None, (), _shapes(init_info), init_info, self._link)
         parts = _local_parts(self.source, self._link.ranks("trainer"))
@@ -245,6 +260,13 @@ class TrainerEngine(TrainerWeightTransferEngine[TrainerInfo]):
             workers.result()
         finally:
             executor.shutdown(wait=False)  # after an error here, workers may wait until their timeout
+
+
+def _connected(part: _Part | None, method: str) -> _Part:
+    """Returns a part of the connection. Raises RuntimeError if there is none. `method` is the one that connects."""
+    if part is None:
+        raise RuntimeError(f"the engine has no connection, or it was shut down: call {method} first")
+    return part
 
 
 def _shapes(init_info: ServerInitInfo) -> Weights:
