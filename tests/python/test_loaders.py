@@ -198,6 +198,10 @@ def _grid() -> None:
             recorded_destination(load, given, range(4), **options)
         assert "the loader cannot be recorded" in str(raised.value)
         assert any(all(part in line for part in message.split(".*")) for line in str(raised.value).splitlines())
+    for argument in ("unused", "unwritten"):
+        wrong: dict[str, Any] = {argument: "single.*"}
+        with pytest.raises(ValueError, match=f"{argument} must be a list of patterns of names, got 'single"):
+            recorded_destination(load, cases[0][0], range(4), **wrong)
     recorded_destination(load, cases[0][0], range(4), unused=["single.9"])
     recorded_destination(load, cases[1][0], range(4), parameters=[("s", stacked)], unwritten=["s"])
 

@@ -130,6 +130,8 @@ def _train(store: dist.Store, rank: int, only_changed: bool) -> list[tuple[int, 
     """Returns bytes sent and received in each update."""
     import shardwright.integrations.verl.trainer  # noqa: F401
 
+    with pytest.raises(ValueError, match=r"unwritten must be a list of patterns of names, got 'model\.\*'"):
+        _new_engine(unwritten="model.*")
     sender = _new_engine(is_master=rank == 0, only_changed=only_changed, unused=("no.such.weight",))
     trained = _trained_engine()
     meters = []

@@ -64,6 +64,8 @@ def recorded_destination(
     if len(ranks) != dist.get_world_size(group):
         allowed = f"one rank for each of the {dist.get_world_size(group)} ranks of group"
         raise argument_error("ranks", allowed, f"{len(ranks)}")
+    unused = argument_values.items(unused, "unused", "a list of patterns of names")
+    unwritten = argument_values.items(unwritten, "unwritten", "a list of patterns of names")
     try:
         writes = record(load, weights)
         problems += _not_written(writes.values(), parameters, unwritten)

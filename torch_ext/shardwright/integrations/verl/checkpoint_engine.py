@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from verl.checkpoint_engine import base
 
+from ...layouts import argument_values
 from ...layouts.errors import argument_error
 from ...loaders import in_connection
 from ...loaders.recording import Weights
@@ -59,8 +60,10 @@ class Options:
     backend: str | None = None
 
     def __post_init__(self) -> None:
-        """Replaces OmegaConf's lists by Python's."""
-        self.unused, self.unwritten, self.plain_methods = map(list, (self.unused, self.unwritten, self.plain_methods))
+        """Replaces OmegaConf's lists by Python's. Raises ValueError if an option is no list."""
+        for name in ("unused", "unwritten", "plain_methods"):
+            allowed = "a list of names" if name == "plain_methods" else "a list of patterns of names"
+            setattr(self, name, argument_values.items(getattr(self, name), name, allowed))
 
 
 class Shards:
