@@ -197,7 +197,6 @@ class CheckpointEngine(base.CheckpointEngine, _Member):
     def finalize(self) -> None:
         """Does nothing: the connection and the plan are kept for the next update."""
 
-    @torch.no_grad()
     async def send_weights(self, weights: Shards, global_steps: int | None = None) -> dict[str, float]:
         """Sends the trainer's current weights, and waits until all workers have them.
 
