@@ -158,7 +158,7 @@ class CheckpointEngine(base.CheckpointEngine, _Member):
     """The engine on each rank of the trainer, and in verl's process next to each worker of vLLM.
 
     Args:
-        bucket_size: not used.
+        bucket_size: verl's ``update_weights_bucket_megabytes``, in bytes; not used. The transfer has its own buffers.
         is_master: True on rank 0 of the trainer.
         options: as in `Options`.
     """
