@@ -182,8 +182,12 @@ target = pathlib.Path(sys.argv[sys.argv.index("--build-lib") + 1], "shardwright"
 target.mkdir(parents=True)
 for path in pathlib.Path({folder!r}).iterdir():
     shutil.copy(path, target)
-print("error: this is the output")
-sys.exit({status})
+if {status}:
+    print("[1/2] c++ -c a.cpp", *["-Wall"] * 1000)
+    print("FAILED: [code=1] a.o", "c++ -c a.cpp " + "-Wall " * 1000, "In file included from a.cpp:1:", sep="\\n")
+    print("a.cpp:3:1: error: this is the reason")
+    print("ninja: build stopped: subcommand failed.", *["  File in a traceback of Python"] * 40, sep="\\n")
+    sys.exit("RuntimeError: Error compiling objects for extension")
 """
 
 
@@ -224,7 +228,10 @@ def test_missing_compiler_is_reported(copy: Path, monkeypatch: pytest.MonkeyPatc
 def test_failed_compilation_is_reported(copy: Path) -> None:
     _give_sources(copy, status=1)
     ran = _run("from shardwright.cli import main; sys.exit(main.main(['build']))", copy.parent)
-    assert ran.returncode == 2 and "error: this is the output" in ran.stderr, ran.stderr
+    assert ran.returncode == 2 and "\na.cpp:3:1: error: this is the reason\n" in ran.stderr, ran.stderr
+    assert len(ran.stderr) < 5000
+    (log,) = (copy.parent / "cache").glob("*.log")
+    assert f"{log} has the output." in ran.stderr and "RuntimeError: Error compiling" in log.read_text()
     assert not list((copy.parent / "cache").glob("*/_runtime*"))
 
 
@@ -304,7 +311,7 @@ def test_builds_of_other_sources_are_not_used(monkeypatch: pytest.MonkeyPatch, t
     sources.mkdir()
     monkeypatch.setattr(source_build, "SOURCES", sources)
 
-    def compile_nothing(scratch: Path, command: str) -> Path:
+    def compile_nothing(scratch: Path, log: Path, command: str) -> Path:
         (scratch / "made").mkdir()
         (scratch / "made" / source_build.INFO).write_text(f"BUILD_INFO = {len(compiled)}")
         compiled.append(scratch)

@@ -12,6 +12,7 @@ import functools
 import hashlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -26,7 +27,8 @@ SOURCES = Path(__file__).with_name("_sources")  # setup.py copies them here
 INFO = "_build_info.py"  # setup.py writes it last, next to the build
 _SECONDS_BETWEEN_LINES = 20.0  # lines that report progress, without a terminal
 _SECONDS_BETWEEN_UPDATES = 0.5  # of the bar, on a terminal
-_LAST_LINES = 15  # of the compiler's output in an error
+_SHOWN_LINES = 15  # of the compiler's output in an error
+_SHOWN_COLUMNS = 300  # of each of them: a compiler's command has thousands
 
 
 def cache_root() -> Path:
@@ -76,14 +78,14 @@ def build(version: str, torch_version: str, replaces: bool = True) -> None:
             return  # another process was faster
         _say(f"compiling for torch {torch_version} into {folder}, once; this takes minutes")
         with tempfile.TemporaryDirectory(prefix="build-", dir=folder.parent) as scratch:
-            made = _compile(Path(scratch), command)
+            made = _compile(Path(scratch), folder.with_name(f"{folder.name}.log"), command)
             shutil.rmtree(folder, ignore_errors=True)
             made.rename(folder)
 
 
-def _compile(scratch: Path, command: str) -> Path:
-    """Runs setup.py, and returns the folder with `_runtime` and its _build_info.py."""
-    package, log = scratch / "lib/shardwright", scratch / "log"
+def _compile(scratch: Path, log: Path, command: str) -> Path:
+    """Runs setup.py, and returns the folder with `_runtime` and its _build_info.py. The log is kept after a failure."""
+    package = scratch / "lib/shardwright"
     setup = [sys.executable, "setup.py", "build_ext", "--build-lib", str(package.parent)]
     environment = os.environ | {"SHARDWRIGHT_BUILD_DIR": str(scratch / "objects"), "SHARDWRIGHT_PLANNER": "0"}
     num_sources = sum(path.suffix in (".cpp", ".cu") for path in SOURCES.rglob("*"))
@@ -94,11 +96,20 @@ def _compile(scratch: Path, command: str) -> Path:
         finally:
             process.kill()
     if process.returncode != 0:
-        last = "\n".join(log.read_text(errors="replace").splitlines()[-_LAST_LINES:])
         raise ImportError(
-            f"shardwright could not be compiled (again: {command}). The last lines of the output:\n{last}"
+            f"shardwright could not be compiled (again: {command}). {log} has the output. An excerpt:\n{_excerpt(log)}"
         )
+    log.unlink()
     return package
+
+
+def _excerpt(log: Path) -> str:
+    """Returns the lines around the first error of a compiler or a linker, else the last lines."""
+    lines = [line[:_SHOWN_COLUMNS] for line in log.read_text(errors="replace").splitlines()]
+    start = len(lines) - _SHOWN_LINES
+    for pattern in (r"FAILED:", r"error:|fatal +:|Killed"):  # later lines of the log are a traceback of setup.py
+        start = next((i - 3 for i, line in enumerate(lines) if re.search(pattern, line)), start)
+    return "\n".join(lines[max(start, 0) :][:_SHOWN_LINES])
 
 
 def _wait(process: subprocess.Popen[bytes], scratch: Path, num_sources: int) -> None:
