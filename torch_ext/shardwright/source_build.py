@@ -134,7 +134,8 @@ def _compiler() -> str:
 def _sources_digest() -> str:
     """Returns a digest of the sources and of the machine's architecture."""
     digest = hashlib.sha256(platform.machine().encode())
-    for path in sorted(path for path in SOURCES.rglob("*") if path.is_file()):
+    # pip compiles setup.py to a .pyc file with the time of the installation.
+    for path in sorted(path for path in SOURCES.rglob("*") if path.is_file() and path.suffix != ".pyc"):
         digest.update(f"{path.relative_to(SOURCES)}\n".encode() + hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()[:8]
 
