@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 
 import shardwright as sw
 from shardwright import builds, doctor, source_build
+from shardwright.cli import build as build_command
 
 PACKAGE = Path(sw.__file__).parent
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
@@ -145,7 +147,8 @@ def test_the_cpu_build_is_used_with_a_warning_if_cuda_differs(copy: Path) -> Non
     use = "from shardwright._native import _runtime; print(_runtime.__file__)"
     ran = _run(f"import torch; torch.version.cuda = '12.6'; {use}", copy.parent)
     assert ran.stdout == f"{module}\n" and re.match(warning, ran.stderr), ran.stderr
-    use = "from shardwright import doctor; doctor._cuda_of_torch = lambda: '12.6'; print(doctor.main([]))"
+    use = "from shardwright import builds, doctor; v = builds.torch_versions()[0]; "
+    use += "builds.torch_versions = lambda: (v, '12.6'); print(doctor.main([]))"
     lines = _run(use, copy.parent).stdout.splitlines()
     assert lines[-1] == "1" and re.match(f"  problem     {warning}", lines[-2]), lines
     assert any(re.fullmatch(r"  _runtime    present, for torch [\d.]+ CPU", line) for line in lines), lines
@@ -303,27 +306,57 @@ def test_wheels_that_differ_are_not_joined(tmp_path: Path) -> None:
         assert ran.returncode == 1 and message in ran.stderr, ran.stderr
 
 
-@pytest.mark.any_torch
-def test_builds_of_other_sources_are_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Versions of shardwright are equal, but the sources differ, as between two commits."""
-    monkeypatch.setenv("SHARDWRIGHT_CACHE", str(tmp_path / "cache"))
-    sources = tmp_path / "sources"
-    sources.mkdir()
-    monkeypatch.setattr(source_build, "SOURCES", sources)
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Path]]:
+    """Scratch folders of builds. Instead of compiling, makes builds whose CUDA toolkit is their number."""
 
     def compile_nothing(scratch: Path, log: Path, command: str) -> Path:
         (scratch / "made").mkdir()
-        (scratch / "made" / source_build.INFO).write_text(f"BUILD_INFO = {len(compiled)}")
         compiled.append(scratch)
+        (scratch / "made" / source_build.INFO).write_text(f"BUILD_INFO = {_info(len(compiled))}")
         return scratch / "made"
 
     compiled: list[Path] = []
+    monkeypatch.setenv("SHARDWRIGHT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(source_build, "SOURCES", tmp_path / "sources")
     monkeypatch.setattr(source_build, "_compile", compile_nothing)
+    monkeypatch.setattr(builds, "PACKAGE", tmp_path)
+    source_build.SOURCES.mkdir()
+    (source_build.SOURCES / "setup.py").touch()
+    _forget_builds()
+    yield compiled
+    _forget_builds()
+
+
+def _info(number: int) -> dict[str, object]:
+    return {"version": "1.0", "torch": torch.__version__, "torch_cuda": None, "cuda": False, "cuda_toolkit": number}
+
+
+def _forget_builds() -> None:
+    for cached in (source_build._sources_digest, builds.all_builds, builds._builds_in_package):
+        cached.cache_clear()
+
+
+@pytest.mark.any_torch
+def test_builds_of_other_sources_are_not_used(compiled: list[Path]) -> None:
+    """Versions of shardwright are equal, but the sources differ, as between two commits."""
     for text, replaces, count in (("a", False, 1), ("a", False, 1), ("b", False, 2), ("b", True, 3)):
-        (sources / "setup.py").write_text(text)
-        (sources / "setup.cpython-311.pyc").write_text(f"{len(compiled)}")  # pip makes one, with a time
+        (source_build.SOURCES / "setup.py").write_text(text)
+        (source_build.SOURCES / "setup.cpython-311.pyc").write_text(f"{len(compiled)}")  # pip makes one, with a time
         source_build._sources_digest.cache_clear()
         source_build.build("1.0", "2.15.0", replaces)
         (folder,) = source_build.cached_builds("1.0")
-        assert len(compiled) == count and (folder / source_build.INFO).read_text() == f"BUILD_INFO = {count - 1}"
-    source_build._sources_digest.cache_clear()
+        assert len(compiled) == count and (folder / source_build.INFO).read_text() == f"BUILD_INFO = {_info(count)}"
+
+
+@pytest.mark.any_torch
+def test_the_result_of_the_build_command_is_used(compiled: list[Path]) -> None:
+    """Also if there are other builds for this torch: in the package, and in the cache."""
+    (builds.PACKAGE / source_build.INFO).write_text(f"BUILD_INFO = {_info(0)}")
+    source_build.build("1.0", torch.__version__ + "a")
+    for number in (2, 3):
+        assert build_command.main([]) == 0
+        builds.all_builds.cache_clear()
+        assert builds.build_for(torch.__version__, None).info["cuda_toolkit"] == number
+    source_build.build("1.0", torch.__version__, replaces=False)  # as at first use
+    assert len(compiled) == 3

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import platform
-import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from . import builds
@@ -25,7 +22,7 @@ def report() -> dict[str, Any]:
     and `runtime`, each with `file` (None if missing); `problems`, a list of sentences, empty if everything is in order.
     Does not import torch, and does not raise.
     """
-    torch_version, cuda = builds.version_of("torch"), _cuda_of_torch()
+    torch_version, cuda = builds.torch_versions()
     try:
         build = builds.build_for(torch_version or "none", cuda)
     except ImportError:
@@ -60,14 +57,6 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="shardwright doctor", description="Report what is installed.")
     made.add_argument("--json", action="store_true", help="print the facts as JSON")
     return made
-
-
-def _cuda_of_torch() -> str | None:
-    """Returns the version of CUDA that the installed torch was built with, without importing torch."""
-    spec = importlib.util.find_spec("torch")
-    source = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin else None
-    found = re.search(r"^cuda\b.*= '([\d.]+)'", source.read_text(), re.M) if source and source.exists() else None
-    return found[1] if found else None
 
 
 def _problems(facts: dict[str, Any]) -> list[str]:

@@ -39,14 +39,15 @@ def cache_root() -> Path:
 
 
 def cached_builds(version: str) -> list[Path]:
-    """Returns the folders of the builds of these sources of shardwright for this Python.
+    """Returns the folders of the builds of these sources of shardwright for this Python, the newest first.
 
     Only builds by the compiler of this machine count, or all of them if it has no compiler.
     """
     found: list[Path] = []
     with contextlib.suppress(OSError):  # a cache that cannot be read is empty
-        found = sorted(cache_root().glob(f"{version}-{sys.implementation.cache_tag}-torch*/{INFO}"))
+        found = list(cache_root().glob(f"{version}-{sys.implementation.cache_tag}-torch*/{INFO}"))
         found = [info for info in found if f"-{_sources_digest()}-" in info.parent.name]
+        found.sort(key=lambda info: info.stat().st_mtime_ns, reverse=True)
     # Every first use of the runtime comes here, so the compiler is only asked if there is a build.
     digest = _compiler_digest() if found else None
     return [info.parent for info in found if digest is None or info.parent.name.endswith(f"-{digest}")]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib.machinery
 import importlib.metadata
+import importlib.util
 import runpy
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,21 +30,42 @@ class Build(NamedTuple):
 
 @functools.cache
 def all_builds() -> list[Build]:
-    """Returns the builds in this package, then those in the cache of source_build.py.
+    """Returns the builds in the cache of source_build.py, the newest first, then those in this package.
 
-    In the package there is one next to its modules, or those that tools/merge_wheels put in _runtimes/.
+    Of equal builds the first one is used: a user who runs `shardwright build` wants its result.
     """
-    in_package = sorted((*PACKAGE.glob(source_build.INFO), *PACKAGE.glob(f"_runtimes/*/{source_build.INFO}")))
-    folders = [info.parent for info in in_package] + source_build.cached_builds(version_of("shardwright") or "")
-    return [
-        Build(runpy.run_path(str(folder / source_build.INFO))["BUILD_INFO"], file_of("_runtime", folder))
-        for folder in folders
-    ]
+    return [*map(_build_in, source_build.cached_builds(version())), *_builds_in_package()]
+
+
+@functools.cache
+def _builds_in_package() -> list[Build]:
+    """Returns the build next to the modules of this package, or those that tools/merge_wheels put in _runtimes/."""
+    found = sorted((*PACKAGE.glob(source_build.INFO), *PACKAGE.glob(f"_runtimes/*/{source_build.INFO}")))
+    return [_build_in(info.parent) for info in found]
+
+
+def _build_in(folder: Path) -> Build:
+    """Returns the build in a folder."""
+    return Build(runpy.run_path(str(folder / source_build.INFO))["BUILD_INFO"], file_of("_runtime", folder))
 
 
 def version() -> str:
     """Returns this package's version, as pyproject.toml had it when the package was built or installed."""
-    return next((build.info["version"] for build in all_builds()), None) or version_of("shardwright") or "unknown"
+    built = next((build.info["version"] for build in _builds_in_package()), None)
+    return built or version_of("shardwright") or "unknown"
+
+
+def torch_versions() -> tuple[str | None, str | None]:
+    """Returns torch.__version__ and torch.version.cuda of the installed torch without importing it, or None twice.
+
+    The version in the metadata of the package may lack the part after "+", which distinguishes builds of torch.
+    """
+    spec = importlib.util.find_spec("torch")
+    source = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin else None
+    if source is None or not source.exists():
+        return None, None
+    facts = runpy.run_path(str(source))
+    return facts["__version__"], facts["cuda"]
 
 
 def has_build_for(torch_version: str, cuda: str | None) -> bool:

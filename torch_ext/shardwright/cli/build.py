@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import sys
 from collections.abc import Sequence
 
@@ -13,8 +12,11 @@ from .. import builds, source_build
 def main(argv: Sequence[str]) -> int:
     """Makes a build, also if one exists. Returns 0, or 2 after printing the reason if it cannot be made."""
     parser().parse_args(argv)
+    torch_version, _ = builds.torch_versions()
     try:
-        source_build.build(builds.version(), importlib.metadata.version("torch"))
+        if torch_version is None:
+            raise ImportError("torch is not installed; install it, then run: shardwright build")
+        source_build.build(builds.version(), torch_version)
     except (ImportError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
