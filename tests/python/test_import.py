@@ -181,6 +181,7 @@ def test_missing_module_is_reported(copy: Path, module: str) -> None:
 # Instead of compiling, copies the build from a folder.
 SETUP = """
 import pathlib, shutil, sys
+assert {package!r} in sys.path
 target = pathlib.Path(sys.argv[sys.argv.index("--build-lib") + 1], "shardwright")
 target.mkdir(parents=True)
 for path in pathlib.Path({folder!r}).iterdir():
@@ -201,7 +202,7 @@ def _give_sources(copy: Path, status: int = 0) -> None:
     sources.mkdir()
     for path in (_module_file(copy, "_runtime"), copy / "_build_info.py"):
         path.rename(folder / path.name)
-    (sources / "setup.py").write_text(SETUP.format(folder=str(folder), status=status))
+    (sources / "setup.py").write_text(SETUP.format(package=str(copy.parent), folder=str(folder), status=status))
 
 
 @pytest.mark.any_torch

@@ -88,7 +88,11 @@ def _compile(scratch: Path, log: Path, command: str) -> Path:
     """Runs setup.py, and returns the folder with `_runtime` and its _build_info.py. The log is kept after a failure."""
     package = scratch / "lib/shardwright"
     setup = [sys.executable, "setup.py", "build_ext", "--build-lib", str(package.parent)]
-    environment = os.environ | {"SHARDWRIGHT_BUILD_DIR": str(scratch / "objects"), "SHARDWRIGHT_PLANNER": "0"}
+    environment = os.environ | {
+        "SHARDWRIGHT_BUILD_DIR": str(scratch / "objects"),
+        "SHARDWRIGHT_PLANNER": "0",
+        "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)),  # torch may be in a folder added to sys.path
+    }
     num_sources = sum(path.suffix in (".cpp", ".cu") for path in SOURCES.rglob("*"))
     with log.open("w") as output:
         process = subprocess.Popen(setup, cwd=SOURCES, env=environment, stdout=output, stderr=subprocess.STDOUT)
