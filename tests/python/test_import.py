@@ -361,3 +361,23 @@ def test_the_result_of_the_build_command_is_used(compiled: list[Path]) -> None:
         assert builds.build_for(torch.__version__, None).info["cuda_toolkit"] == number
     source_build.build("1.0", torch.__version__, replaces=False)  # as at first use
     assert len(compiled) == 3
+
+
+@pytest.mark.any_torch
+@pytest.mark.parametrize("problem", ["a file", "no home"])
+def test_unusable_cache_is_reported(compiled: list[Path], monkeypatch: pytest.MonkeyPatch, problem: str) -> None:
+    a_file = source_build.SOURCES / "setup.py"
+    monkeypatch.setenv("SHARDWRIGHT_CACHE", str(a_file) if problem == "a file" else "~no_such_user/cache")
+    assert source_build.cached_builds("1.0") == [] and not builds.has_build_for("2.15.0", None)
+    error = r"^shardwright cannot store a build for torch 2\.15\.0 \(.+\)\. Set SHARDWRIGHT_CACHE to a writable folder"
+    with pytest.raises(ImportError, match=error):
+        source_build.build("1.0", "2.15.0")
+
+
+@pytest.mark.any_torch
+def test_users_share_a_cache(compiled: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SHARDWRIGHT_CACHE", "cache")  # relative to the working directory
+    source_build.build("1.0", "2.15.0")
+    (lock,) = source_build.cache_root().glob("*.lock")
+    assert lock.is_absolute() and lock.stat().st_mode & 0o666 == 0o666

@@ -34,7 +34,7 @@ _SHOWN_COLUMNS = 300  # of each of them: a compiler's command has thousands
 def cache_root() -> Path:
     """Returns the folder of all builds: $SHARDWRIGHT_CACHE, or shardwright in $XDG_CACHE_HOME or ~/.cache."""
     if chosen := os.environ.get("SHARDWRIGHT_CACHE"):
-        return Path(chosen)
+        return Path(chosen).expanduser().absolute()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "shardwright")
 
 
@@ -44,7 +44,7 @@ def cached_builds(version: str) -> list[Path]:
     Only builds by the compiler of this machine count, or all of them if it has no compiler.
     """
     found: list[Path] = []
-    with contextlib.suppress(OSError):  # a cache that cannot be read is empty
+    with contextlib.suppress(OSError, RuntimeError):  # a cache that cannot be read, or has no home folder, is empty
         found = list(cache_root().glob(f"{version}-{sys.implementation.cache_tag}-torch*/{INFO}"))
         found = [info for info in found if f"-{_sources_digest()}-" in info.parent.name]
         found.sort(key=lambda info: info.stat().st_mtime_ns, reverse=True)
@@ -57,8 +57,8 @@ def build(version: str, torch_version: str, replaces: bool = True) -> None:
     """Compiles `_runtime` for the installed torch, and stores it in the cache. Takes minutes, and prints its progress.
 
     Of several processes, one compiles and the others wait for it. `replaces`: compile again if the cache has the build.
-    Raises ImportError, with the command that makes the build, if the compiler or the sources are missing or the
-    compilation fails.
+    Raises ImportError, with the command that makes the build, if the compiler or the sources are missing, the cache
+    cannot be written or the compilation fails.
     """
     command = f"{sys.executable} -m shardwright build"
     if not (SOURCES / "setup.py").exists():
@@ -70,7 +70,17 @@ def build(version: str, torch_version: str, replaces: bool = True) -> None:
             f"Install a compiler for C++20 (Debian: apt-get install g++) or set CXX. Then run: {command}"
         )
     name = f"{version}-{sys.implementation.cache_tag}-torch{torch_version}-{_sources_digest()}-{digest}"
-    folder = cache_root() / name
+    try:
+        _store(cache_root() / name, torch_version, command, replaces)
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home folder
+        raise ImportError(
+            f"shardwright cannot store a build for torch {torch_version} ({error}). "
+            f"Set SHARDWRIGHT_CACHE to a writable folder. Then run: {command}"
+        ) from error
+
+
+def _store(folder: Path, torch_version: str, command: str, replaces: bool) -> None:
+    """Compiles into a folder of the cache, which one process at a time writes."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     before = _time_of(folder)
     with _locked(folder.with_name(f"{folder.name}.lock")):
@@ -163,6 +173,8 @@ def _time_of(folder: Path) -> int | None:
 def _locked(path: Path) -> Iterator[None]:
     """Holds the lock of this file during the block."""
     with path.open("w") as file:
+        with contextlib.suppress(OSError):  # the file of another user, who has done this
+            path.chmod(0o666)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
