@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import re
+import select
 import shutil
 import subprocess
 import sys
@@ -381,3 +383,25 @@ def test_users_share_a_cache(compiled: list[Path], tmp_path: Path, monkeypatch: 
     source_build.build("1.0", "2.15.0")
     (lock,) = source_build.cache_root().glob("*.lock")
     assert lock.is_absolute() and lock.stat().st_mode & 0o666 == 0o666
+    stale = lock.with_name(f"build-{lock.name.removesuffix('.lock')}-killed")
+    stale.mkdir()
+    source_build.build("1.0", "2.15.0")
+    assert len(compiled) == 2 and not stale.exists()
+
+
+@pytest.mark.any_torch
+def test_interrupted_builds_end_their_compilers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fifo, opened = tmp_path / "fifo", []
+    os.mkfifo(fifo)
+    (tmp_path / "setup.py").write_text(f"import os; os.system('sleep 20 > {fifo}')")
+
+    def interrupt(*_: object) -> None:
+        opened.append(fifo.open("rb"))  # waits for the start of the compiler
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(source_build, "SOURCES", tmp_path)
+    monkeypatch.setattr(source_build, "_wait", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        source_build._compile(tmp_path, tmp_path / "log", "")
+    assert select.select(opened, [], [], 10)[0], "the compiler is still running"
+    opened[0].close()

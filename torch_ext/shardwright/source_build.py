@@ -14,6 +14,7 @@ import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -88,7 +89,10 @@ def _store(folder: Path, torch_version: str, command: str, replaces: bool) -> No
         if now != before or (now is not None and not replaces):
             return  # another process was faster
         _say(f"compiling for torch {torch_version} into {folder}, once; this takes minutes")
-        with tempfile.TemporaryDirectory(prefix="build-", dir=folder.parent) as scratch:
+        prefix = f"build-{folder.name}-"
+        for stale in folder.parent.glob(f"{prefix}*"):  # of processes that were killed
+            shutil.rmtree(stale, ignore_errors=True)
+        with tempfile.TemporaryDirectory(prefix=prefix, dir=folder.parent, ignore_cleanup_errors=True) as scratch:
             made = _compile(Path(scratch), folder.with_name(f"{folder.name}.log"), command)
             shutil.rmtree(folder, ignore_errors=True)
             made.rename(folder)
@@ -105,11 +109,14 @@ def _compile(scratch: Path, log: Path, command: str) -> Path:
     }
     num_sources = sum(path.suffix in (".cpp", ".cu") for path in SOURCES.rglob("*"))
     with log.open("w") as output:
-        process = subprocess.Popen(setup, cwd=SOURCES, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            setup, cwd=SOURCES, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
         try:
             _wait(process, scratch, num_sources)
         finally:
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # also ends the compilers
     if process.returncode != 0:
         raise ImportError(
             f"shardwright could not be compiled (again: {command}). {log} has the output. An excerpt:\n{_excerpt(log)}"
