@@ -59,6 +59,7 @@ ORDER = (
     "_planner",
     "_runtime",
     "progress_bar",
+    "free_memory",
     "source_build",
     "builds",
     "doctor",

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 import shardwright as sw
+from shardwright import free_memory
 from shardwright._native import _planner
-from shardwright.cli import free_memory, matmul, options
 from shardwright.cli import main as cli
+from shardwright.cli import matmul, options
 
 pytestmark = pytest.mark.any_torch
 
@@ -289,7 +290,7 @@ def test_estimate_of_simulation_memory(case: tuple) -> None:
 def test_available_bytes() -> None:
     free = free_memory.available_bytes()
     assert free is not None and 2**20 < free < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    code = "import resource; from shardwright.cli import free_memory; b = 1 << 32; "
+    code = "import resource; from shardwright import free_memory; b = 1 << 32; "
     code += "resource.setrlimit(resource.RLIMIT_AS, (b, b)); print(free_memory.available_bytes() < b)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "True\n"
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import shardwright as sw
-from shardwright import builds, doctor, source_build
+from shardwright import builds, doctor, free_memory, source_build
 from shardwright.cli import build as build_command
 
 PACKAGE = Path(sw.__file__).parent
@@ -405,3 +405,11 @@ def test_interrupted_builds_end_their_compilers(tmp_path: Path, monkeypatch: pyt
         source_build._compile(tmp_path, tmp_path / "log", "")
     assert select.select(opened, [], [], 10)[0], "the compiler is still running"
     opened[0].close()
+
+
+@pytest.mark.any_torch
+def test_compilers_fit_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(64))
+    for free, num_jobs in ((1 << 30, 1), (9 << 30, 4), (1 << 40, 64), (None, 64)):
+        monkeypatch.setattr(free_memory, "available_bytes", lambda free=free: free)
+        assert source_build._max_jobs() == num_jobs

@@ -22,10 +22,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from . import progress_bar
+from . import free_memory, progress_bar
 
 SOURCES = Path(__file__).with_name("_sources")  # setup.py copies them here
 INFO = "_build_info.py"  # setup.py writes it last, next to the build
+_COMPILER_BYTES = 2 << 30  # memory that one compiler may take
 _SECONDS_BETWEEN_LINES = 20.0  # lines that report progress, without a terminal
 _SECONDS_BETWEEN_UPDATES = 0.5  # of the bar, on a terminal
 _SHOWN_LINES = 15  # of the compiler's output in an error
@@ -105,6 +106,7 @@ def _compile(scratch: Path, log: Path, command: str) -> Path:
     environment = os.environ | {
         "SHARDWRIGHT_BUILD_DIR": str(scratch / "objects"),
         "SHARDWRIGHT_PLANNER": "0",
+        "MAX_JOBS": os.environ.get("MAX_JOBS") or str(_max_jobs()),
         "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)),  # torch may be in a folder added to sys.path
     }
     num_sources = sum(path.suffix in (".cpp", ".cu") for path in SOURCES.rglob("*"))
@@ -123,6 +125,12 @@ def _compile(scratch: Path, log: Path, command: str) -> Path:
         )
     log.unlink()
     return package
+
+
+def _max_jobs() -> int:
+    """Returns the number of compilers that the cores and the memory of this process allow."""
+    num_cores, free = len(os.sched_getaffinity(0)), free_memory.available_bytes()
+    return num_cores if free is None else max(1, min(num_cores, free // _COMPILER_BYTES))
 
 
 def _excerpt(log: Path) -> str:

@@ -238,8 +238,8 @@ def _certificate(plan: Plan) -> str:
 
 def _simulate(plan: Plan) -> None:
     """Simulates the plan. Raises ValueError if there is too little memory."""
+    from .. import free_memory
     from .._native import _planner
-    from . import free_memory
 
     needed, free = _planner.simulation_bytes(plan), free_memory.available_bytes()
     if free is not None and needed > free:
