@@ -110,6 +110,7 @@ def _build(torch_version: str, cuda: str | None) -> builds.Build:
 def test_the_build_for_the_cuda_of_torch_is_chosen(
     monkeypatch: pytest.MonkeyPatch, installed: str, cuda: str | None, file: str
 ) -> None:
+    monkeypatch.setattr(builds, "has_gpu", lambda: False)
     made = [_build("2.12.0+cu130", None), _build("2.13.0+cu130", "cu13"), _build("2.13.0+cu130", None)]
     monkeypatch.setattr(builds, "all_builds", lambda: made)
     assert builds.has_build_for(installed, cuda) and builds.build_for(installed, cuda).file == file
@@ -119,6 +120,11 @@ def test_the_build_for_the_cuda_of_torch_is_chosen(
         assert sentence.startswith("torch 2.13.1+cu126 has CUDA 12.6, but there are only builds for torch 2.13 CUDA 13")
     else:
         assert sentence is None
+    del made[1]
+    assert builds.fallback(installed, cuda) is None
+    monkeypatch.setattr(builds, "has_gpu", lambda: True)
+    sentence = builds.fallback(installed, cuda)
+    assert sentence is None if cuda is None else "only builds for CPU: the build for CPU is used" in (sentence or "")
 
 
 @pytest.mark.any_torch

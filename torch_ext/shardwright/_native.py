@@ -2,8 +2,8 @@
 
 Modules import them from here. Of several builds of `_runtime`, the one for the installed torch and its CUDA is loaded.
 If there is none, it is compiled once from the sources in the package; without sources, the error has the command that
-makes one. If all CUDA builds are for another CUDA than torch's, the build for CPU is loaded, with a
-warning.
+makes one. If a torch with CUDA gets a build for CPU on a machine with a GPU, or because all CUDA builds are for another
+CUDA, there is a warning.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import functools
 import importlib.machinery
 import importlib.metadata
 import importlib.util
+import os
 import runpy
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -100,17 +101,23 @@ def mismatch(installed: str, cuda: str | None) -> str | None:
 
 
 def fallback(torch_version: str, cuda: str | None) -> str | None:
-    """Returns a sentence if a torch with CUDA gets a build for CPU because all CUDA builds have another CUDA."""
+    """Returns a sentence if a torch with CUDA gets a build for CPU, but there is a GPU or a build for another CUDA."""
     if cuda is None or not has_build_for(torch_version, cuda) or build_for(torch_version, cuda).info["cuda"]:
         return None
     release = _release(torch_version)
     others = [build.info for build in all_builds() if build.info["cuda"] and _release(build.info["torch"]) == release]
-    if not others:
+    if not others and not has_gpu():
         return None
     return (
-        f"torch {torch_version} has CUDA {cuda}, but there are only builds for {_names_of(others)}: "
+        f"torch {torch_version} has CUDA {cuda}, but there are only builds for {_names_of(others) or 'CPU'}: "
         f"the build for CPU is used, which has no GPU kernels; with nvcc of CUDA {_major(cuda)}, {REBUILD}"
     )
+
+
+def has_gpu() -> bool:
+    """Returns True if this machine has a GPU of NVIDIA that is not hidden. Does not initialize CUDA, as torch would."""
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    return not is_hidden and any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 def import_error(module: str, error: ImportError) -> ImportError:
