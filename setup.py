@@ -58,21 +58,25 @@ def fail(message: str) -> None:
     sys.exit(f"\nshardwright cannot be built: {message}\n")
 
 
-def find_torch_version() -> str | None:
-    """Returns the installed torch's version without importing torch, or None. Ends the build if it is not supported."""
+def remedy() -> str:
+    """Returns the commands that install a supported torch and build with it."""
     supported = "{}.{} to {}.{}".format(*MIN_TORCH, *MAX_TORCH)
-    remedy = (
+    return (
         f"Supported are torch {supported}. In the environment that is to use shardwright, run\n\n"
         f"    {sys.executable} -m pip install '{TORCH_RANGE}' 'setuptools>={MIN_SETUPTOOLS}' wheel ninja\n"
         f"    {sys.executable} -m pip install --no-build-isolation ."
     )
+
+
+def find_torch_version() -> str | None:
+    """Returns the installed torch's version without importing torch, or None. Ends the build if it is not supported."""
     try:
         version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
         return None
     match = re.match(r"(\d+)\.(\d+)", version)
     if not match or not MIN_TORCH <= (int(match[1]), int(match[2])) <= MAX_TORCH:
-        fail(f"torch {version} is installed.\n{remedy}")
+        fail(f"torch {version} is installed.\n{remedy()}")
     return version
 
 
@@ -389,7 +393,10 @@ if not {"egg_info", "dist_info", "sdist", "--version", "--name"} & set(sys.argv[
     if TORCH_VERSION is None:
         if not WITH_PLANNER:
             fail("SHARDWRIGHT_PLANNER=0 leaves nothing to build, because torch is not installed.")
-        import pybind11
+        try:
+            import pybind11
+        except ImportError:
+            fail(f"neither torch nor pybind11 is installed.\n{remedy()}")
 
         arguments["ext_modules"] = [planner_extension(pybind11.get_include())]
         arguments["cmdclass"] = {"build": Build, "build_ext": make_planner_build_ext(ROOT / BUILD_DIR)}

@@ -189,6 +189,8 @@ def test_missing_module_is_reported(copy: Path, module: str) -> None:
 # Instead of compiling, copies the build from a folder.
 SETUP = """
 import pathlib, shutil, sys
+if "--version" in sys.argv:
+    sys.exit()
 assert {package!r} in sys.path
 target = pathlib.Path(sys.argv[sys.argv.index("--build-lib") + 1], "shardwright")
 target.mkdir(parents=True)
@@ -319,7 +321,7 @@ def test_wheels_that_differ_are_not_joined(tmp_path: Path) -> None:
 def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Path]]:
     """Scratch folders of builds. Instead of compiling, makes builds whose CUDA toolkit is their number."""
 
-    def compile_nothing(scratch: Path, log: Path, command: str) -> Path:
+    def compile_nothing(scratch: Path, log: Path) -> Path:
         (scratch / "made").mkdir()
         compiled.append(scratch)
         (scratch / "made" / source_build.INFO).write_text(f"BUILD_INFO = {_info(len(compiled))}")
@@ -349,7 +351,7 @@ def _forget_builds() -> None:
 @pytest.mark.any_torch
 def test_builds_of_other_sources_are_not_used(compiled: list[Path]) -> None:
     """Versions of shardwright are equal, but the sources differ, as between two commits."""
-    for text, replaces, count in (("a", False, 1), ("a", False, 1), ("b", False, 2), ("b", True, 3)):
+    for text, replaces, count in (("1", False, 1), ("1", False, 1), ("2", False, 2), ("2", True, 3)):
         (source_build.SOURCES / "setup.py").write_text(text)
         (source_build.SOURCES / "setup.cpython-311.pyc").write_text(f"{len(compiled)}")  # pip makes one, with a time
         source_build._sources_digest.cache_clear()
@@ -408,7 +410,7 @@ def test_interrupted_builds_end_their_compilers(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(source_build, "SOURCES", tmp_path)
     monkeypatch.setattr(source_build, "_wait", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        source_build._compile(tmp_path, tmp_path / "log", "")
+        source_build._compile(tmp_path, tmp_path / "log")
     assert select.select(opened, [], [], 10)[0], "the compiler is still running"
     opened[0].close()
 
@@ -419,3 +421,39 @@ def test_compilers_fit_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     for free, num_jobs in ((1 << 30, 1), (9 << 30, 4), (1 << 40, 64), (None, 64)):
         monkeypatch.setattr(free_memory, "available_bytes", lambda free=free: free)
         assert source_build._max_jobs() == num_jobs
+
+
+# Runs the setup.py of this repository with the same arguments beside a torch of this version, without pybind11.
+_FAKE_TORCH = f"""
+import importlib.metadata, runpy, sys
+version = importlib.metadata.version
+def fake(name):
+    if name == "torch" and not {{version!r}}:
+        raise importlib.metadata.PackageNotFoundError(name)
+    return {{version!r}} if name == "torch" else version(name)
+importlib.metadata.version = fake
+sys.modules["pybind11"] = None
+runpy.run_path({str(PYPROJECT.with_name("setup.py"))!r}, run_name="__main__")
+"""
+
+
+@pytest.mark.any_torch
+def test_unsupported_torch_is_reported_before_a_missing_compiler(
+    compiled: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ImportError, match="no build for torch 2.99.0, and the C.. compiler 'no-such-compiler' is not"):
+        source_build.build("1.0", "2.99.0")
+    (source_build.SOURCES / "setup.py").write_text(f"{_FAKE_TORCH.format(version='2.99.0')}\n")
+    error = "^shardwright cannot be compiled for torch 2.99.0: torch 2.99.0 is installed.\nSupported are torch 2.11 to"
+    with pytest.raises(ImportError, match=error):
+        source_build.build("1.0", "2.99.0")
+
+
+@pytest.mark.any_torch
+def test_missing_pybind11_is_reported() -> None:
+    """As with `pip install --no-build-isolation .` before torch is installed."""
+    command = [sys.executable, "-c", _FAKE_TORCH.format(version=""), "build_ext"]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    assert "\nshardwright cannot be built: neither torch nor pybind11 is installed.\n" in ran.stderr, ran.stderr
+    assert "-m pip install 'torch>=2.11" in ran.stderr and "Traceback" not in ran.stderr

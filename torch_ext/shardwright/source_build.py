@@ -29,6 +29,7 @@ INFO = "_build_info.py"  # setup.py writes it last, next to the build
 _COMPILER_BYTES = 2 << 30  # memory that one compiler may take
 _SECONDS_BETWEEN_LINES = 20.0  # lines that report progress, without a terminal
 _SECONDS_BETWEEN_UPDATES = 0.5  # of the bar, on a terminal
+_COMMAND = f"{sys.executable} -m shardwright build"
 _SHOWN_LINES = 15  # of the compiler's output in an error
 _SHOWN_COLUMNS = 300  # of each of them: a compiler's command has thousands
 
@@ -59,29 +60,40 @@ def build(version: str, torch_version: str, replaces: bool = True) -> None:
     """Compiles `_runtime` for the installed torch, and stores it in the cache. Takes minutes, and prints its progress.
 
     Of several processes, one compiles and the others wait for it. `replaces`: compile again if the cache has the build.
-    Raises ImportError, with the command that makes the build, if the compiler or the sources are missing, the cache
-    cannot be written or the compilation fails.
+    Raises ImportError, with the command that makes the build, if the torch is not supported, the compiler or the
+    sources are missing, the cache cannot be written, or the compilation fails.
     """
-    command = f"{sys.executable} -m shardwright build"
-    if not (SOURCES / "setup.py").exists():
-        raise ImportError(f"shardwright has no sources in {SOURCES}; install it from a wheel or a source archive")
-    digest = _compiler_digest()
-    if digest is None:
-        raise ImportError(
-            f"shardwright has no build for torch {torch_version}, and the C++ compiler {_compiler()!r} is not on PATH. "
-            f"Install a compiler for C++20 (Debian: apt-get install g++) or set CXX. Then run: {command}"
-        )
-    name = f"{version}-{sys.implementation.cache_tag}-torch{torch_version}-{_sources_digest()}-{digest}"
+    if sentence := obstacle(torch_version):
+        raise ImportError(sentence)
+    tag, digest = f"{sys.implementation.cache_tag}-torch{torch_version}", _compiler_digest()
     try:
-        _store(cache_root() / name, torch_version, command, replaces)
+        _store(cache_root() / f"{version}-{tag}-{_sources_digest()}-{digest}", torch_version, replaces)
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home folder
         raise ImportError(
             f"shardwright cannot store a build for torch {torch_version} ({error}). "
-            f"Set SHARDWRIGHT_CACHE to a writable folder. Then run: {command}"
+            f"Set SHARDWRIGHT_CACHE to a writable folder. Then run: {_COMMAND}"
         ) from error
 
 
-def _store(folder: Path, torch_version: str, command: str, replaces: bool) -> None:
+def obstacle(torch_version: str) -> str | None:
+    """Returns a sentence with a remedy if `_runtime` cannot be compiled for the installed torch, else None."""
+    if not (SOURCES / "setup.py").exists():
+        return f"shardwright has no sources in {SOURCES}; install it from a wheel or a source archive"
+    # setup.py knows the supported versions of torch and setuptools.
+    asked = [sys.executable, "setup.py", "--version"]
+    answer = subprocess.run(asked, cwd=SOURCES, env=_environment(), capture_output=True, text=True, check=False)
+    if answer.returncode != 0:
+        reason = answer.stderr.partition("shardwright cannot be built: ")[2] or answer.stderr.strip().split("\n")[-1]
+        return f"shardwright cannot be compiled for torch {torch_version}: {reason.strip()}"
+    if _compiler_digest() is None:
+        return (
+            f"shardwright has no build for torch {torch_version}, and the C++ compiler {_compiler()!r} is not on PATH. "
+            f"Install a compiler for C++20 (Debian: apt-get install g++) or set CXX. Then run: {_COMMAND}"
+        )
+    return None
+
+
+def _store(folder: Path, torch_version: str, replaces: bool) -> None:
     """Compiles into a folder of the cache, which one process at a time writes."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     before = _time_of(folder)
@@ -94,20 +106,19 @@ def _store(folder: Path, torch_version: str, command: str, replaces: bool) -> No
         for stale in folder.parent.glob(f"{prefix}*"):  # of processes that were killed
             shutil.rmtree(stale, ignore_errors=True)
         with tempfile.TemporaryDirectory(prefix=prefix, dir=folder.parent, ignore_cleanup_errors=True) as scratch:
-            made = _compile(Path(scratch), folder.with_name(f"{folder.name}.log"), command)
+            made = _compile(Path(scratch), folder.with_name(f"{folder.name}.log"))
             shutil.rmtree(folder, ignore_errors=True)
             made.rename(folder)
 
 
-def _compile(scratch: Path, log: Path, command: str) -> Path:
+def _compile(scratch: Path, log: Path) -> Path:
     """Runs setup.py, and returns the folder with `_runtime` and its _build_info.py. The log is kept after a failure."""
     package = scratch / "lib/shardwright"
     setup = [sys.executable, "setup.py", "build_ext", "--build-lib", str(package.parent)]
-    environment = os.environ | {
+    environment = _environment() | {
         "SHARDWRIGHT_BUILD_DIR": str(scratch / "objects"),
         "SHARDWRIGHT_PLANNER": "0",
         "MAX_JOBS": os.environ.get("MAX_JOBS") or str(_max_jobs()),
-        "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)),  # torch may be in a folder added to sys.path
     }
     num_sources = sum(path.suffix in (".cpp", ".cu") for path in SOURCES.rglob("*"))
     with log.open("w") as output:
@@ -121,10 +132,15 @@ def _compile(scratch: Path, log: Path, command: str) -> Path:
                 os.killpg(process.pid, signal.SIGKILL)  # also ends the compilers
     if process.returncode != 0:
         raise ImportError(
-            f"shardwright could not be compiled (again: {command}). {log} has the output. An excerpt:\n{_excerpt(log)}"
+            f"shardwright could not be compiled (again: {_COMMAND}). {log} has the output. An excerpt:\n{_excerpt(log)}"
         )
     log.unlink()
     return package
+
+
+def _environment() -> dict[str, str]:
+    """Returns the environment of setup.py, which finds torch where this process does."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
 
 
 def _max_jobs() -> int:
