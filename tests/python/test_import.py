@@ -439,8 +439,10 @@ runpy.run_path({str(PYPROJECT.with_name("setup.py"))!r}, run_name="__main__")
 
 @pytest.mark.any_torch
 def test_unsupported_torch_is_reported_before_a_missing_compiler(
-    compiled: list[Path], monkeypatch: pytest.MonkeyPatch
+    compiled: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    assert doctor.main([]) == 0, "a package with sources and without a build is no problem"
+    assert "  _runtime    will be compiled at first use, or by: shardwright build\n" in capsys.readouterr().out
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(ImportError, match="no build for torch 2.99.0, and the C.. compiler 'no-such-compiler' is not"):
         source_build.build("1.0", "2.99.0")
@@ -448,6 +450,8 @@ def test_unsupported_torch_is_reported_before_a_missing_compiler(
     error = "^shardwright cannot be compiled for torch 2.99.0: torch 2.99.0 is installed.\nSupported are torch 2.11 to"
     with pytest.raises(ImportError, match=error):
         source_build.build("1.0", "2.99.0")
+    (problem,) = doctor.report()["problems"]
+    assert f"torch {torch.__version__}: torch 2.99.0 is installed.\nSupported are" in problem
 
 
 @pytest.mark.any_torch

@@ -8,7 +8,7 @@ import platform
 from collections.abc import Sequence
 from typing import Any
 
-from . import builds
+from . import builds, source_build
 
 _NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 
@@ -19,7 +19,8 @@ def report() -> dict[str, Any]:
     Keys: `version`, `python`, `platform`; `build`, what setup.py wrote about the build of `_runtime` for the installed
     torch, or about another build if none is for it (None if this is a source tree that was never built); `builds`, the
     torch and the CUDA of each build; `torch_installed`, `torch_cuda` and `nccl_installed`, versions or None; `planner`
-    and `runtime`, each with `file` (None if missing); `problems`, a list of sentences, empty if everything is in order.
+    and `runtime`, each with `file` (None if missing); `compiled_at_first_use` of `runtime`, True if no build works with
+    the installed torch but the package has sources; `problems`, a list of sentences, empty if everything is in order.
     Does not import torch, and does not raise.
     """
     torch_version, cuda = builds.torch_versions()
@@ -27,6 +28,7 @@ def report() -> dict[str, Any]:
         build = builds.build_for(torch_version or "none", cuda)
     except ImportError:
         build = next(iter(builds.all_builds()), builds.Build({}, builds.file_of("_runtime", builds.PACKAGE)))
+    has_build = torch_version is None or builds.has_build_for(torch_version, cuda)
     nccl = next((f"{name} {found}" for name in _NCCL_PACKAGES if (found := builds.version_of(name))), None)
     facts: dict[str, Any] = {
         "version": builds.version(),
@@ -38,7 +40,10 @@ def report() -> dict[str, Any]:
         "torch_cuda": cuda,
         "nccl_installed": nccl,
         "planner": {"file": builds.file_of("_planner", builds.PACKAGE)},
-        "runtime": {"file": build.file},
+        "runtime": {
+            "file": build.file,
+            "compiled_at_first_use": source_build.SOURCES.exists() and not has_build,
+        },
     }
     facts["problems"] = _problems(facts)
     return facts
@@ -62,12 +67,14 @@ def parser() -> argparse.ArgumentParser:
 def _problems(facts: dict[str, Any]) -> list[str]:
     """Returns a sentence for each problem that the facts show."""
     found = []
-    if facts["build"] is None:
+    if facts["build"] is None and not source_build.SOURCES.exists():
         found.append(f"the extension modules were never built; {builds.REBUILD}")
-    if facts["runtime"]["file"] is None:
+    if facts["runtime"]["file"] is None and not source_build.SOURCES.exists():
         found.append(f"_runtime is missing, so nothing can be executed; {builds.REBUILD}")
     if facts["torch_installed"] is None:
         found.append("torch is not installed, so plans can be made and simulated but not executed")
+    elif facts["runtime"]["compiled_at_first_use"]:
+        found += [sentence for sentence in (source_build.obstacle(facts["torch_installed"]),) if sentence]
     else:
         installed = facts["torch_installed"], facts["torch_cuda"]
         found += [sentence for sentence in (builds.mismatch(*installed), builds.fallback(*installed)) if sentence]
@@ -83,7 +90,9 @@ def _as_text(facts: dict[str, Any]) -> str:
         if build["cuda"]:
             cuda = f"built ({build['cuda_reason']}; architectures {build['cuda_arch_list']})"
     runtime = "missing"
-    if facts["runtime"]["file"]:
+    if facts["runtime"]["compiled_at_first_use"]:
+        runtime = "will be compiled at first use, or by: shardwright build"
+    elif facts["runtime"]["file"]:
         runtime = f"present, for {builds.name_of(build)}" if build else "present"
     lines = [
         f"shardwright {facts['version'] or 'unknown'}",
