@@ -361,6 +361,20 @@ def test_builds_of_other_sources_are_not_used(compiled: list[Path]) -> None:
 
 
 @pytest.mark.any_torch
+def test_builds_by_another_compiler_are_not_used(
+    compiled: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher = tmp_path / "launcher"
+    launcher.write_text('#!/bin/sh\n[ "$1" = --version ] && echo launcher || echo "$1"\n')
+    launcher.chmod(0o755)
+    for cxx in (f"{launcher} g++-12", f"{launcher} g++-13"):
+        monkeypatch.setenv("CXX", cxx)
+        assert source_build.cached_builds("1.0") == []
+        source_build.build("1.0", "2.15.0")
+        assert len(source_build.cached_builds("1.0")) == 1
+
+
+@pytest.mark.any_torch
 def test_the_result_of_the_build_command_is_used(compiled: list[Path]) -> None:
     """Also if there are other builds for this torch: in the package, and in the cache."""
     (builds.PACKAGE / source_build.INFO).write_text(f"BUILD_INFO = {_info(0)}")

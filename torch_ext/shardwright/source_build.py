@@ -87,8 +87,8 @@ def obstacle(torch_version: str) -> str | None:
         return f"shardwright cannot be compiled for torch {torch_version}: {reason.strip()}"
     if _compiler_digest() is None:
         return (
-            f"shardwright has no build for torch {torch_version}, and the C++ compiler {_compiler()!r} is not on PATH. "
-            f"Install a compiler for C++20 (Debian: apt-get install g++) or set CXX. Then run: {_COMMAND}"
+            f"shardwright has no build for torch {torch_version}, and the C++ compiler {_compiler()[0]!r} is not on "
+            f"PATH. Install a compiler for C++20 (Debian: apt-get install g++) or set CXX. Then run: {_COMMAND}"
         )
     return None
 
@@ -171,9 +171,9 @@ def _wait(process: subprocess.Popen[bytes], scratch: Path, num_sources: int) -> 
                 _say(f"{compiled} of at most {num_sources} files compiled")
 
 
-def _compiler() -> str:
-    """Returns the C++ compiler: the first word of CXX in the environment, else c++."""
-    return (os.environ.get("CXX", "c++").split() or ["c++"])[0]
+def _compiler() -> list[str]:
+    """Returns the command of the C++ compiler: CXX in the environment, such as "ccache g++-12", else c++."""
+    return os.environ.get("CXX", "").split() or ["c++"]
 
 
 @functools.cache
@@ -188,9 +188,9 @@ def _sources_digest() -> str:
 
 def _compiler_digest() -> str | None:
     """Returns a digest of the compiler's version, or None if there is no compiler."""
-    if not shutil.which(_compiler()):
+    if not shutil.which(_compiler()[0]):
         return None
-    printed = subprocess.run([_compiler(), "--version"], capture_output=True, check=False).stdout
+    printed = subprocess.run([*_compiler(), "--version"], capture_output=True, check=False).stdout
     return hashlib.sha256(printed).hexdigest()[:8]
 
 
