@@ -22,7 +22,7 @@ DOCS_VENV := .venv-docs
 TORCH_REQUIREMENT := $(if $(TORCH),torch==$(TORCH),torch>=2.11$(comma)<2.16)
 
 # The first candidate that runs and is new enough is used. The search runs only when an environment is made.
-PYTHON_CANDIDATES := python3.12 python3.11 python3.10 python3
+PYTHON_CANDIDATES := python3.13 python3.12 python3.11 python3.10 python3
 IS_NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 10))
 ifndef PYTHON
 PYTHON = $(shell for p in $(PYTHON_CANDIDATES); do \
@@ -142,7 +142,7 @@ bench-reshard: build
 bench-state-dict: build
 	$(HERE) $(PY) benchmarks/state_dict.py $(ARGS)
 
-bench-hunt:
+bench-hunt: venv
 	$(call cmake-build,build/cmake-bench,-DCMAKE_BUILD_TYPE=Release -DSHARDWRIGHT_BUILD_BENCHMARKS=ON -DSHARDWRIGHT_BUILD_TESTS=OFF)
 	build/cmake-bench/shardwright_planning_hunt $(ARGS)
 
