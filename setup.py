@@ -158,7 +158,7 @@ def decide_cuda() -> Cuda:
 
 def detect_cuda() -> Cuda:
     import torch
-    from torch.utils.cpp_extension import CUDA_HOME
+    from torch.utils.cpp_extension import CUDA_HOME, include_paths
 
     if torch.version.cuda is None:
         return Cuda(False, f"torch {torch.__version__} was built without CUDA")
@@ -172,10 +172,20 @@ def detect_cuda() -> Cuda:
     toolkit = f"{release[1]}.{release[2]}"
     if release[1] != torch.version.cuda.split(".")[0]:
         return Cuda(False, f"the CUDA toolkit is {toolkit}, torch was built with CUDA {torch.version.cuda}", toolkit)
+    if not has_header("cublasLt.h", include_paths("cuda")):
+        return Cuda(False, f"{nvcc} is there, but cublasLt.h of the toolkit was not found in {CUDA_HOME}", toolkit)
     if not CUDA_SOURCES:
         return Cuda(False, "csrc/runtime/cuda has no sources", toolkit)
     reason = f"found the CUDA toolkit {toolkit}; torch was built with CUDA {torch.version.cuda}"
     return Cuda(True, reason, toolkit, str(nvcc))
+
+
+def has_header(name: str, folders: list[str]) -> bool:
+    """Returns True if the compiler finds a header in these folders or its own, or if `check_compiler` misses it."""
+    command = [*os.environ.get("CXX", "c++").split(), *system_includes(*folders), "-E", "-include", name, "-x", "c++"]
+    if not shutil.which(command[0]):
+        return True
+    return subprocess.run([*command, os.devnull], capture_output=True, check=False).returncode == 0
 
 
 # ------------------------------------------------------------------------------------------------- the extensions

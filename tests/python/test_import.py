@@ -469,6 +469,21 @@ def test_unsupported_torch_is_reported_before_a_missing_compiler(
 
 
 @pytest.mark.any_torch
+@pytest.mark.skipif(torch.version.cuda is None, reason="torch has no CUDA")
+def test_nvcc_without_the_headers_of_the_toolkit_is_reported(tmp_path: Path) -> None:
+    nvcc, compiler = tmp_path / "bin/nvcc", tmp_path / "bin/c++"
+    nvcc.parent.mkdir()
+    nvcc.write_text(f"#!/bin/sh\necho release {torch.version.cuda}\n")
+    compiler.write_text("#!/bin/sh\nexit 1\n")  # finds no header
+    for program in (nvcc, compiler):
+        program.chmod(0o755)
+    command = [sys.executable, "-c", _FAKE_TORCH.format(version="2.15.0"), "build_ext"]
+    environment = {"CUDA_HOME": tmp_path, "SHARDWRIGHT_CUDA": "1", "CXX": compiler, "SHARDWRIGHT_BUILD_DIR": tmp_path}
+    ran = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
+    assert ran.returncode == 1 and f"cublasLt.h of the toolkit was not found in {tmp_path}" in ran.stderr, ran.stderr
+
+
+@pytest.mark.any_torch
 def test_missing_pybind11_is_reported() -> None:
     """As with `pip install --no-build-isolation .` before torch is installed."""
     command = [sys.executable, "-c", _FAKE_TORCH.format(version=""), "build_ext"]
