@@ -54,9 +54,11 @@ bool partitions(const Layout& before, const Layout& after, MeshDimSet scaled) {
 }
 
 // Returns true if a step is a valid zero_fill: its mesh dims are the innermost cuts before it and P(sum) after it.
+// These cuts must be partitions, because an element on several ranks would be added several times.
 bool is_valid_zero_fill(const Step& step) {
   const Layout& before = step.before;
   const Layout& after = step.after;
+  if (before.flattened() != after.flattened()) return false;
   if (!((before.partial_dims() | step.mesh_dims) == after.partial_dims()) || !same_pending_reductions(before, after))
     return false;
   if (!(step.mesh_dims - before.cut_dims()).empty()) return false;
@@ -70,7 +72,7 @@ bool is_valid_zero_fill(const Step& step) {
     const bool fills_the_rest =
         std::all_of(cuts.begin() + static_cast<int64_t>(kept.size()), cuts.end(), [&](const Cut& c) {
           const bool is_strided = c.rule.is_strided_or_chunks() && !c.rule.is_chunks();
-          return !is_strided && step.mesh_dims.contains(c.mesh_dim);
+          return !is_strided && c.rule.is_partition() && step.mesh_dims.contains(c.mesh_dim);
         });
     if (!fills_the_rest) return false;
   }
@@ -167,11 +169,11 @@ bool is_valid_on_mesh(const Step& step) {
   return is_known_move(step) || is_valid_by_parts(step);
 }
 
-// Returns true if the fields of a kCross step are valid.
+// Returns true if the fields of a kCross step are valid. Its layouts must not need a rearrangement.
 bool is_valid_crossing(const Step& step) {
   const bool has_pending = !step.before.partial_dims().empty() || !step.after.partial_dims().empty();
-  return !(step.before.mesh() == step.after.mesh()) && !has_pending && step.mesh_dims.empty() && !step.ordered &&
-         step.policy != ReplicaPolicy::kAligned &&
+  return !(step.before.mesh() == step.after.mesh()) && !needs_rearrangement(step.before, step.after) && !has_pending &&
+         step.mesh_dims.empty() && !step.ordered && step.policy != ReplicaPolicy::kAligned &&
          (step.policy == ReplicaPolicy::kNodeLocal) == (step.ranks_per_node > 0);
 }
 

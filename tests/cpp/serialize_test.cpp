@@ -150,6 +150,47 @@ TEST(Serialize, RejectsTooManySteps) {
   EXPECT_THROW(from_bytes(to_bytes(plan)), UserError);
 }
 
+// Returns a plan of this one step.
+Plan plan_of_step(StepOp op, MeshDimSet mesh_dims, const Layout& before, const Layout& after) {
+  const ReplicaPolicy policy = is_cross_or_rearrange(op) ? ReplicaPolicy::kWholeMessages : ReplicaPolicy::kAligned;
+  return {before, after, Lowering::kNccl, Objective::kTime, {}, false, {{op, mesh_dims, before, after, policy}}};
+}
+
+// Elements that are on several ranks would be added several times.
+TEST(Serialize, RejectsZeroFillsOfOverlappingParts) {
+  const auto zero_fill = [](const Layout& before, const Layout& after) {
+    return plan_of_step(StepOp::kZeroFill, after.partial_dims(), before, after);
+  };
+  const MeshPtr mesh = mesh_of({2, 2});
+  EXPECT_NO_THROW(check_steps(
+      zero_fill(layout_of(mesh, {6, 4}, "Pieces(0,0-4:2-6),S(1)"), layout_of(mesh, {6, 4}, "Pieces(0,0-4:2-6),P"))));
+  EXPECT_THROW(
+      check_steps(zero_fill(layout_of(mesh, {6, 4}, "Pieces(0,0-4:2-6),S(1)"), layout_of(mesh, {6, 4}, "P,S(1)"))),
+      UserError);
+}
+
+TEST(Serialize, RejectsStepsThatChangeFlatteningWithoutARearrangement) {
+  const auto flat = [](const MeshPtr& mesh, const std::string& placements) {
+    return Layout(mesh, {4, 6}, DType::kFloat32, parse_placements(placements), {}, StridedMeaning::kAuto, 2);
+  };
+  const MeshPtr mesh = mesh_of({2});
+  const MeshDimSet all = MeshDimSet::single(0);
+  EXPECT_NO_THROW(check_steps(plan_of_step(StepOp::kZeroFill, all, flat(mesh, "S(0)"), flat(mesh, "P"))));
+  EXPECT_THROW(check_steps(plan_of_step(StepOp::kZeroFill, all, flat(mesh, "S(0)"), layout_of(mesh, {4, 6}, "P"))),
+               UserError);
+  EXPECT_THROW(check_steps(plan_of_step(StepOp::kZeroFill, all, layout_of(mesh, {4, 6}, "S(0)"), flat(mesh, "P"))),
+               UserError);
+
+  const MeshPtr other = mesh_of({2}, {2, 3});
+  EXPECT_NO_THROW(check_steps(plan_of_step(StepOp::kCross, {}, flat(mesh, "S(0)"), flat(other, "R"))));
+  EXPECT_NO_THROW(check_steps(plan_of_step(StepOp::kRearrange, {}, flat(mesh, "S(0)"), layout_of(other, {4, 6}, "R"))));
+  EXPECT_THROW(check_steps(plan_of_step(StepOp::kCross, {}, flat(mesh, "S(0)"), layout_of(other, {4, 6}, "R"))),
+               UserError);
+  EXPECT_THROW(check_steps(plan_of_step(StepOp::kCross, {}, layout_of(mesh, {4, 6}, "Pieces(0,0-3:1-4)"),
+                                        layout_of(other, {4, 6}, "R"))),
+               UserError);
+}
+
 // Ranks that hold different contributions cannot share the sending.
 TEST(Serialize, RejectsReplicaPoliciesForContributions) {
   const MeshPtr mesh = mesh_of({2, 2, 2});
