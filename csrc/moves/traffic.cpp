@@ -9,6 +9,7 @@
 #include "exchange/digits.h"
 #include "moves/segments.h"
 #include "moves/step_exchange.h"
+#include "support/ceil_divide.h"
 #include "support/error.h"
 
 namespace shardwright {
@@ -251,8 +252,11 @@ Bound lower_bound(const Layout& src, const Layout& dst) {
   const MeshDimSet reduced = src.partial_dims() - dst.partial_dims();
   Bound bound;
   if (reduced.empty()) {
-    const MeshDimSet zero_filled = src.cut_dims() & dst.partial_dims();
-    if (!zero_filled.empty()) return bound;  // a rank may hold any share of the value, so nothing has to be sent
+    // Ranks that differ only in mesh dims that become partial may hold any shares that add up to the value. If these
+    // mesh dims cut the source, nothing has to be sent. Otherwise these ranks lack the same elements, and each of these
+    // elements must be received by at least one of the ranks.
+    const MeshDimSet becomes_partial = dst.partial_dims() - src.partial_dims();
+    if (!(src.cut_dims() & becomes_partial).empty()) return bound;
     const SharedElements shared(src, dst);
     const bool has_digits = !shared.matchings().empty();  // then all parts of `dst` have one size
     const int64_t part_elements = dst.largest_part_elements();
@@ -278,6 +282,9 @@ Bound lower_bound(const Layout& src, const Layout& dst) {
       const std::optional<int64_t> kept = shared.sum();
       bound.bytes_sum = kept ? (total_held_elements(dst) - *kept) * item : bound.bytes_max;
     }
+    const int64_t shares = mesh.group_size(becomes_partial);
+    bound.bytes_max = ceil_divide(bound.bytes_max, shares);
+    bound.bytes_sum = ceil_divide(bound.bytes_sum, shares);
     return bound;
   }
   // Mesh dims that are partial in both layouts keep separate sums, one per coordinate. Along mesh dims that become

@@ -102,13 +102,17 @@ TrafficTotals totals(const Step& step, Lowering lowering);
 TrafficTotals totals(const Plan& plan);
 
 // Lower bounds on the bytes received, for any plan. Without P, a rank must receive the elements that it needs and does
-// not hold. The bounds are 0 if a mesh dim that cuts the source becomes P and no P is reduced. With P, each element
-// takes at least (contributions - 1) + (destination replicas - 1) transfers over all ranks, and bytes_max is the mean
-// of that over ranks. For two meshes, see exchange/bounds.h.
+// not hold. If no P is reduced and mesh dims become P, the bounds are 0 if one of these mesh dims cuts the source;
+// otherwise they are divided by the number of ranks along these mesh dims, which may hold any shares of a value. If a P
+// is reduced, each element takes at least (contributions - 1) + (destination replicas - 1) transfers over all ranks,
+// and bytes_max is the mean of that over ranks. For two meshes, see exchange/bounds.h.
 //
 // Example: 8 rows over 4 ranks.
 //   S(0) -> R     each rank lacks 6 of 8 rows: bytes_max is the size of 6 rows, bytes_sum of 24
 //   P -> S(0)     4 contributions, 1 replica, so 3 transfers per row: bytes_sum is 24 rows, bytes_max 24 / 4 = 6 rows
+//
+// Example: 8 rows over 2 x 4 ranks.
+//   S(0),R -> R,P each rank lacks 4 of 8 rows, and may receive 1 of these: bytes_max is 1 row, bytes_sum 8 rows
 struct Bound {
   int64_t bytes_max = 0;  // by the worst rank
   int64_t bytes_sum = 0;  // by all ranks

@@ -4,6 +4,7 @@
 #include <bit>
 
 #include "cost/cost.h"
+#include "exchange/axes.h"
 #include "exchange/bounds.h"
 #include "exchange/digits.h"
 #include "moves/move.h"
@@ -11,6 +12,7 @@
 #include "moves/traffic.h"
 #include "search/make_plan.h"
 #include "search/search.h"
+#include "support/ceil_divide.h"
 #include "support/error.h"
 #include "support/text.h"
 
@@ -20,26 +22,21 @@ namespace {
 // Returns the number of ranks whose data the worst rank needs, itself included: the ranks that hold its elements, times
 // the number of contributions to each reduced element. If the cuts have no digits (exchange/digits.h) or the layouts
 // need a crossing or rearrangement, returns a lower bound: the first factor is then the number of largest source parts
-// needed to fill the largest destination part.
+// needed to fill the largest destination part. The first factor is 1 if a mesh dim becomes partial: ranks may then hold
+// any contributions that add up to the value.
 int64_t num_sources(const Layout& src, const Layout& dst) {
-  const bool is_one_mesh = src.mesh() == dst.mesh() && !needs_rearrangement(src, dst);
-  const MeshDimSet kept = src.mesh() == dst.mesh() ? dst.partial_dims() : MeshDimSet();
-  const MeshDimSet reduced = src.partial_dims() - kept;
-  int64_t holders = 1;
-  const auto from_lengths = [&] {
-    // If a value becomes partial, its ranks may hold any contributions that add up to it, so nothing must be received.
-    if (!(dst.partial_dims() - kept).empty() || !(kept - src.partial_dims()).empty()) return;
-    const int64_t held_bytes = src.largest_part_bytes();
-    if (held_bytes > 0) holders = (dst.largest_part_bytes() + held_bytes - 1) / held_bytes;
-  };
-  if (is_one_mesh) {
+  const MeshDimSet kept = kept_partials(src, dst);
+  const int64_t contributions = src.mesh().group_size(src.partial_dims() - kept);
+  if (!(dst.partial_dims() - kept).empty()) return contributions;
+  if (src.mesh() == dst.mesh() && !needs_rearrangement(src, dst)) {
     const SharedElements shared(src, dst);
-    if (shared.matchings().empty()) from_lengths();
+    int64_t holders = 1;
     for (const Matching& matching : shared.matchings()) holders *= matching.sources();
-  } else {
-    from_lengths();
+    if (!shared.matchings().empty()) return holders * contributions;
   }
-  return std::max<int64_t>(holders, 1) * src.mesh().group_size(reduced);
+  const int64_t held_bytes = src.largest_part_bytes();
+  const int64_t holders = held_bytes > 0 ? ceil_divide(dst.largest_part_bytes(), held_bytes) : 1;
+  return std::max<int64_t>(holders, 1) * contributions;
 }
 
 // Returns Certificate::replicas_are_bitwise_equal.
@@ -52,10 +49,11 @@ bool keeps_replicas_equal(const Plan& plan) {
   return true;
 }
 
-// Returns true if the plan must carry out a pending reduction of its source.
-bool reduces(const Plan& plan) {
-  const MeshDimSet kept = crosses(plan) ? MeshDimSet() : plan.dst.partial_dims();
-  return !(plan.src.partial_dims() - kept).empty();
+// Returns true if Certificate::received is an even share of the bytes that several ranks must receive together: if
+// the plan must carry out a pending reduction, or if a mesh dim becomes partial.
+bool bound_is_even_share(const Plan& plan) {
+  const MeshDimSet kept = kept_partials(plan.src, plan.dst);
+  return !(plan.src.partial_dims() == kept && plan.dst.partial_dims() == kept);
 }
 
 // Returns for example "3 steps with 12 messages, predicted 214 us".
@@ -108,7 +106,7 @@ std::string about_bytes(const Plan& plan, const Certificate& certificate) {
   const TrafficTotals& traffic = certificate.traffic;
   const std::string received =
       concat("the worst rank receives ", times_text(traffic.received_bytes_max, certificate.received.bytes_max),
-             reduces(plan) ? " an even share of the bytes that must be sent" : " the bytes that it needs");
+             bound_is_even_share(plan) ? " an even share of the bytes that must be sent" : " the bytes that it needs");
   if (best_traffic.received_bytes_max >= traffic.received_bytes_max) return received + "; no known plan receives less";
   return concat(received, ", in ", summary(plan, traffic), "; the plan with the fewest bytes (",
                 bytes_text(best_traffic.received_bytes_max), ") takes ", summary(best, best_traffic));

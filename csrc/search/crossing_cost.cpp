@@ -34,7 +34,10 @@ std::optional<std::pair<Step, Cost>> CrossingCost::cheapest(const Layout& before
 }
 
 int64_t least_picoseconds_between(const Layout& src, const Layout& dst, const Topology& topology) {
-  const ExchangeBound bound = exchange_bound(src, dst, topology.ranks_per_node);
+  return least_picoseconds_for(exchange_bound(src, dst, topology.ranks_per_node), dst, topology);
+}
+
+int64_t least_picoseconds_for(const ExchangeBound& bound, const Layout& dst, const Topology& topology) {
   const int64_t copies = picoseconds_for(dst.largest_part_bytes(), topology.memory_ps_per_kib);
   if (bound.received_bytes_sum == 0) return copies;
   const auto faster = [](const Link& a, const Link& b) {

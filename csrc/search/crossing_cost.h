@@ -5,6 +5,7 @@
 #include <optional>
 #include <utility>
 
+#include "exchange/exchange_bound.h"
 #include "exchange/grid_exchange.h"
 #include "moves/step.h"
 #include "search/options.h"
@@ -42,5 +43,7 @@ class CrossingCost {
 // times: of the bytes that some rank must receive or send, and of the bytes that must enter or leave some node, divided
 // by the node's number of ranks. If no rank must receive anything, it is the copy alone.
 int64_t least_picoseconds_between(const Layout& src, const Layout& dst, const Topology& topology);
+// Returns the same bound for plans to `dst` whose traffic has these bounds.
+int64_t least_picoseconds_for(const ExchangeBound& bound, const Layout& dst, const Topology& topology);
 
 }  // namespace shardwright

@@ -13,6 +13,7 @@
 #include "moves/move.h"
 #include "moves/spans.h"
 #include "moves/step_counts.h"
+#include "moves/traffic.h"
 #include "search/crossing_cost.h"
 #include "search/rearrangements.h"
 #include "search/search.h"
@@ -235,7 +236,16 @@ int64_t least_picoseconds(const Plan& plan) {
   if (crosses(plan) || needs_rearrangement(plan.src, plan.dst)) {
     return least_picoseconds_between(plan.src, plan.dst, plan.topology);
   }
-  const Layout goal = goal_of(plan.src, plan.dst, partial_work(plan.src, plan.dst));
+  const PartialWork work = partial_work(plan.src, plan.dst);
+  if (!(work.partitioned | work.zero_filled).empty()) {
+    // The goal fixes the shares of a value that ranks hold before it becomes partial; other plans may choose others.
+    const Bound received = lower_bound(plan.src, plan.dst);
+    ExchangeBound bound;
+    bound.received_bytes_max = received.bytes_max;
+    bound.received_bytes_sum = received.bytes_sum;
+    return least_picoseconds_for(bound, plan.dst, plan.topology);
+  }
+  const Layout goal = goal_of(plan.src, plan.dst, work);
   return least_picoseconds(plan.src, goal, {plan.lowering, Objective::kTime, false, plan.topology}, plan.topology);
 }
 
