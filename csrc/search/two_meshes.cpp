@@ -165,7 +165,7 @@ class Crossings {
       if (!tried.insert(i).second) continue;
       for (int t = 0; t < goal_.ndim(); ++t) {
         const std::optional<Layout> relays = balanced_relays(first.layout, goal_, t);
-        if (!relays || relays->mesh() == first.layout.mesh()) continue;
+        if (!relays || relays->mesh() == first.layout.mesh() || relays->mesh() == goal_.mesh()) continue;
         std::vector<Step> crossings{cost_.cheapest(first.layout, *relays)->first,
                                     cost_.cheapest(*relays, goal_)->first};
         try_steps(joined_steps(first, std::move(crossings), after_.front()));
@@ -310,7 +310,9 @@ class Crossings {
     if (best_cost_->first <= least + least / kSplitsAboveFraction) return {};
     std::vector<Layout> goals;
     for (const std::vector<int64_t>& sizes : ways) {
-      if (std::optional<Layout> goal = split(goal_, largest, sizes)) goals.push_back(std::move(*goal));
+      std::optional<Layout> goal = split(goal_, largest, sizes);
+      // The source's mesh may be the split mesh; a step from it to the split goal is then no crossing.
+      if (goal && !(goal->mesh() == src_.mesh())) goals.push_back(std::move(*goal));
     }
     return goals;
   }

@@ -128,6 +128,14 @@ TEST(Split, SendsToEachNodeOnceIfThatPays) {
   for (const auto& [node, bytes] : entering) EXPECT_LE(bytes, 4 * 1024 * 1024) << to_string(plan);
 }
 
+// The source's mesh may be one into which the destination's mesh would be split.
+TEST(Split, IsNotTheMeshOfTheSource) {
+  const auto mesh = std::make_shared<Mesh>(std::vector<std::string>{"a.0", "a.1"}, std::vector<int64_t>{4, 4});
+  const Layout src = layout_of(mesh, {13}, "S(0),S(0)");
+  const Plan plan = make_plan(src, layout_of(mesh_of({16}), {13}, "R"), {Lowering::kGloo});
+  EXPECT_EQ(to_string(from_bytes(to_bytes(plan))), to_string(plan));
+}
+
 TEST(Split, IsNotUsedForPartialDestinations) {
   const Layout src = layout_of(mesh_of({1}), {64, 64}, "R");
   for (const char* wanted : {"P", "P(avg)"}) {
