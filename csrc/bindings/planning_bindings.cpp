@@ -5,12 +5,14 @@
 #include <optional>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "bindings/arguments.h"
 #include "bindings/views.h"
 #include "planning/plan_cache.h"
 #include "planning/serialize.h"
+#include "planning/validate.h"
 #include "search/make_plan.h"
 #include "simulate/simulate.h"
 
@@ -60,13 +62,16 @@ void define_making(py::module_& m) {
          const Typed<std::string>& reduce, const PlanningTables& tables) {
         check_argument(!layouts.empty(), "through", "a list of at least one layout", "none");
         const Layout &src = layouts.front(), &dst = layouts.back();
-        return view_of(
-            plan_through(layouts, options_of(src, dst, backend, objective, topology, groups, reduce, tables)));
+        Plan plan = plan_through(layouts, options_of(src, dst, backend, objective, topology, groups, reduce, tables));
+        check_user(plan.steps.size() <= kMaxSteps, "through must have at most ", kMaxSteps, " moves, got ",
+                   plan.steps.size());
+        return view_of(std::move(plan));
       },
       py::arg("layouts"), py::arg("backend") = "nccl", py::arg("objective") = "time", py::arg("topology") = nullptr,
       py::arg("groups") = std::vector<std::vector<int64_t>>{}, py::arg("reduce") = "fast",
       py::arg_v("tables", PlanningTables{}, "..."),
-      "Returns the plan with one move from each layout to the next. Raises ValueError if there is no such move.");
+      "Returns the plan with one move from each layout to the next, at most 30 moves. Raises ValueError if there is no "
+      "such move, or if there are more.");
   // Kind of step, mesh dims, layouts before and after, replica policy, rounds, ordered, ranks per node.
   using StepFields = std::tuple<std::string, std::vector<int64_t>, Layout, Layout, std::string, int64_t, bool, int64_t>;
   m.def(

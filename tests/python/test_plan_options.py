@@ -77,6 +77,9 @@ def test_plan_goes_through_given_layouts() -> None:
         sw.plan(src, dst, through=[pending])
     with pytest.raises(ValueError, match="shape"):
         sw.plan(src, dst, through=[sw.Layout(src.mesh, (8, 9), ["R", "R"])])
+    assert len(sw.plan(src, dst, through=[middle, src] * 14 + [middle]).steps) == 30
+    with pytest.raises(ValueError, match="through must have at most 30 moves, got 32"):
+        sw.plan(src, dst, through=[middle, src] * 15 + [middle])
 
 
 @pytest.mark.parametrize(

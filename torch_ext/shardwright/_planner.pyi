@@ -612,7 +612,8 @@ def plan_through(
     reduce: str = "fast",
     tables: PlanningTables = ...,
 ) -> Plan:
-    """Returns the plan with one move from each layout to the next. Raises ValueError if there is no such move."""
+    """Returns the plan with one move from each layout to the next, at most 30 moves. Raises ValueError if there is no
+    such move, or if there are more."""
 
 def plan_of_steps(
     src: Layout,

@@ -52,8 +52,8 @@ def plan(
         groups: the sets of mesh dims, by name or index, whose process groups the moves may use. Default: any. Not
             allowed between two meshes.
         through: intermediate layouts to use instead of searching, with one move between each two. Use it to cost or
-            force a plan of your own. Moves can only send data or reduce; ``[]`` requires a single move. Not together
-            with `memory_limit`.
+            force a plan of your own, of at most 30 moves. Moves can only send data or reduce; ``[]`` requires a single
+            move. Not together with `memory_limit`.
         memory_limit: maximum bytes that a rank allocates at once for its result and temporaries (``Plan.peak_bytes``).
             To meet it, exchanges are split into rounds, or smaller intermediate layouts are used. Default: temporaries
             may take the larger of source and destination plus 256 MiB, if some plan needs no more.
