@@ -131,11 +131,13 @@ namespace {
 // The constructor of Layout in Python. Throws UserError for invalid arguments.
 std::shared_ptr<Layout> make_layout(std::shared_ptr<Mesh> mesh, const Typed<std::vector<int64_t>>& shape,
                                     const Typed<std::vector<std::string>>& placements, const Typed<std::string>& dtype,
-                                    const ShardOrder& shard_order, const Typed<std::string>& strided, int flattened) {
+                                    const ShardOrder& shard_order, const Typed<std::string>& strided,
+                                    const Typed<int64_t>& flattened) {
   std::vector<Placement> parsed;
   for (const std::string& placement : texts(placements, "placements")) parsed.push_back(Placement::parse(placement));
   return std::make_shared<Layout>(std::move(mesh), integers(shape, "shape"), DType::parse(text(dtype, "dtype")),
-                                  std::move(parsed), shard_order, parse_strided(text(strided, "strided")), flattened);
+                                  std::move(parsed), shard_order, parse_strided(text(strided, "strided")),
+                                  integer(flattened, "flattened"));
 }
 
 // True for every complex dtype. Includes complex32, whose kind is not DTypeKind::kComplex because it cannot be reduced.

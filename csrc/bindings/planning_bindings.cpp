@@ -77,7 +77,7 @@ void define_making(py::module_& m) {
   m.def(
       "plan_of_steps",
       [](const Layout& src, const Layout& dst, const std::vector<StepFields>& steps, const std::string& backend,
-         const std::string& objective, const Topology& topology, bool named_groups_only, int segments_dim,
+         const std::string& objective, const Topology& topology, bool named_groups_only, int64_t segments_dim,
          int64_t segments) {
         Plan plan{src, dst, Lowering::named(backend), parse_objective(objective), topology, named_groups_only, {}};
         plan.segments = {segments_dim, segments};
@@ -85,6 +85,7 @@ void define_making(py::module_& m) {
           plan.steps.push_back({parse_step_op(op), mesh_dim_set(mesh_dims, before.mesh()), before, after,
                                 parse_replica_policy(policy), rounds, ordered, ranks_per_node});
         }
+        check_meshes(plan);                          // to_bytes cannot write other meshes
         return view_of(from_bytes(to_bytes(plan)));  // from_bytes rejects steps that do not form a plan
       },
       py::arg("src"), py::arg("dst"), py::arg("steps"), py::arg("backend"), py::arg("objective"), py::arg("topology"),

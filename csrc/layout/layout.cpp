@@ -150,7 +150,7 @@ void check_rules_fit(const Mesh& mesh, int64_t n, const std::vector<Cut>& cuts, 
 }  // namespace
 
 Layout::Layout(MeshPtr mesh, std::vector<int64_t> shape, DType dtype, std::vector<Placement> placements,
-               const ShardOrder& shard_order, StridedMeaning strided, int flattened)
+               const ShardOrder& shard_order, StridedMeaning strided, int64_t flattened)
     : mesh_(std::move(mesh)), shape_(std::move(shape)), dtype_(std::move(dtype)) {
   check_shape(*mesh_, shape_, dtype_);
   check_argument(flattened == 1 || (flattened > 1 && flattened <= ndim()), "flattened", InRange{1, std::max(ndim(), 1)},

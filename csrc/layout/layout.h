@@ -72,7 +72,7 @@ class Layout {
   // are then numbered in the flattened shape. So a cut may end in the middle of a row:
   //     (4, 6, 8) with flattened = 2 is (24, 8), and Ragged(0,10:14) cuts it after 10 rows of 8
   Layout(MeshPtr mesh, std::vector<int64_t> shape, DType dtype, std::vector<Placement> placements,
-         const ShardOrder& shard_order = {}, StridedMeaning strided = StridedMeaning::kAuto, int flattened = 1);
+         const ShardOrder& shard_order = {}, StridedMeaning strided = StridedMeaning::kAuto, int64_t flattened = 1);
 
   const Mesh& mesh() const { return *mesh_; }
   const MeshPtr& mesh_ptr() const { return mesh_; }

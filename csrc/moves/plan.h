@@ -24,7 +24,7 @@ const char* objective_name(Objective objective);
 // steps, as in a pipeline: while one segment is in a step, the next segment is in the step before it
 // (moves/segments.h). Only plans between two meshes have more than one segment.
 struct Segments {
-  int tensor_dim = 0;
+  int64_t tensor_dim = 0;
   int64_t count = 1;
   bool operator==(const Segments&) const = default;
 };

@@ -247,7 +247,7 @@ Plan read_plan(Reader& in) {
         return step;
       },
       kMaxSteps);
-  plan.segments.tensor_dim = static_cast<int>(in.integer(0, std::max(src.ndim() - 1, 0)));
+  plan.segments.tensor_dim = in.integer(0, std::max(src.ndim() - 1, 0));
   plan.segments.count = in.integer(1, kMaxSegments);
   check_steps(plan);
   return plan;

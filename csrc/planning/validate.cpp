@@ -236,9 +236,6 @@ std::vector<MeshPtr> meshes_of_relays(const Plan& plan) {
   return meshes;
 }
 
-namespace {
-
-// A plan between two meshes may pass through meshes of relays. Relays must be ranks of the two meshes.
 void check_meshes(const Plan& plan) {
   const auto crossings = std::count_if(plan.steps.begin(), plan.steps.end(), leads_to_another_mesh);
   check_user(crossings == 0 || crosses(plan), "plan must stay on the mesh of its source and destination, got ",
@@ -251,6 +248,8 @@ void check_meshes(const Plan& plan) {
     }
   }
 }
+
+namespace {
 
 // Throws UserError if the plan cannot be divided into its segments.
 void check_segments(const Plan& plan) {

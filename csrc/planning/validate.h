@@ -9,6 +9,10 @@ namespace shardwright {
 // Maximum number of steps of a plan that is read; no two layouts need as many.
 constexpr size_t kMaxSteps = 30;
 
+// Checks the meshes to which the steps of a plan lead. Throws UserError if a plan on one mesh leaves it, or if relays
+// are not ranks of the source or the destination. Bytes of plans can have no other meshes.
+void check_meshes(const Plan& plan);
+
 // Checks the steps, meshes and segments of a plan. Throws a UserError that names the fault. A step is invalid if it
 // begins with another layout than the previous step ends with, is not a valid move of its kind, or carries out a
 // reduction that is pending in the destination.

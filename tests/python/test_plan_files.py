@@ -123,12 +123,22 @@ def test_certificate_tells_whether_maxima_are_exact() -> None:
         (lambda t: t["steps"][0]["after"].update(flat=2), "plan: after must have only the keys .*, got flat"),
         (lambda t: t["topology"].update(steps_ps=1), "topology must have only the keys .*, got steps_ps"),
         (lambda t: t["topology"]["inside"].update(ps=1), "topology.inside must have only the keys .*, got ps"),
+        (lambda t: t.update(segments={"tensor_dim": 2**40, "count": 1}), "must be in .*, got 1099511627776"),
     ],
 )
 def test_malformed_json_is_refused(change, message: str) -> None:
     table = json.loads(_plans()[0].to_json())
     change(table)
     with pytest.raises(ValueError, match=message):
+        sw.planning.plan_from_json(json.dumps(table))
+
+
+def test_json_with_a_detour_over_another_mesh_is_refused() -> None:
+    mesh, other = sw.Mesh({"a": 2}), sw.Mesh({"b": 2}, [1, 2])
+    table = json.loads(sw.plan(sw.Layout(mesh, (8,), ["R"]), sw.Layout(other, (8,), ["R"])).to_json())
+    table["relay_meshes"] = [table.pop("destination_mesh")]
+    table["steps"] *= 2
+    with pytest.raises(ValueError, match="must stay on the mesh of its source and destination, got 2 steps"):
         sw.planning.plan_from_json(json.dumps(table))
 
 

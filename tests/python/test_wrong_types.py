@@ -91,6 +91,8 @@ WRONG: dict[str, tuple[Callable[[], object], list[str]]] = {
     "shard_order of 2**63": (lambda: _layout(shard_order={BIG: [1, 0]}), ["shard_order", str(BIG)]),
     "shard_order twice": (lambda: _layout(shard_order=[_Entry(0, (0, 1)), _Entry(0, (1, 0))]), ["shard_order", "two"]),
     "strided": (lambda: _layout(strided=None), ["strided", "None"]),
+    "flattened of 2**40": (lambda: _layout(flattened=1 << 40), ["flattened", "[1, 2]", str(1 << 40)]),
+    "flattened of 2**63": (lambda: _layout(flattened=BIG), ["flattened", str(BIG)]),
     "local_shape": (lambda: SRC.local_shape("x"), ["rank", "'x'"]),
     "local_shape of 2**63": (lambda: SRC.local_shape(BIG), ["rank", str(BIG)]),
     "region": (lambda: SRC.region(0.0), ["rank", "0.0"]),
