@@ -34,7 +34,7 @@ class Hash {
   Hash& with(const PlanOptions& options) {
     with(options.lowering.name).with(static_cast<uint64_t>(options.objective) * 2 + options.ordered);
     for (const MeshDimSet& dims : options.groups) with(uint64_t{dims.bits()});
-    with(options.max_held);
+    with(options.max_held).with(uint64_t{options.segments});
     return options.topology ? with(*options.topology) : *this;
   }
   size_t value() const { return static_cast<size_t>(hash_); }

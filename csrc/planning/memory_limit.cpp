@@ -155,10 +155,10 @@ Plan make_plan_within(const Layout& src, const Layout& dst, const PlanOptions& o
       PlanOptions candidate_options = options;
       candidate_options.objective = objective;
       candidate_options.max_held = max_held;
+      candidate_options.segments = false;  // these plans are split into rounds instead
       try {
         Plan candidate = make_plan(src, dst, candidate_options);
         candidate.objective = options.objective;
-        candidate.segments = {};
         const bool is_new = std::none_of(candidates.begin(), candidates.end(),
                                          [&](const Plan& known) { return to_bytes(known) == to_bytes(candidate); });
         if (is_new) candidates.push_back(std::move(candidate));

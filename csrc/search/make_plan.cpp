@@ -227,7 +227,7 @@ Plan make_plan(const Layout& src, const Layout& dst, const PlanOptions& options)
     const Layout before = plan.steps.empty() ? goal : plan.steps.back().after;
     plan.steps.push_back({StepOp::kPartition, scaled, before, dst});
   }
-  if (crosses(plan) && options.objective == Objective::kTime) plan.segments = best_segments(plan);
+  if (crosses(plan) && options.objective == Objective::kTime && options.segments) plan.segments = best_segments(plan);
   return plan;
 }
 

@@ -27,6 +27,8 @@ struct PlanOptions {
   // Maximum number of elements that a rank may hold between two steps; 0: any number. Rearrangements ignore it, and the
   // source, the goal and a reduced source may be larger.
   int64_t max_held = 0;
+  // If false, plans between two meshes have one segment (Segments in moves/plan.h).
+  bool segments = true;
 
   bool operator==(const PlanOptions& other) const = default;
 };

@@ -92,7 +92,7 @@ class Crossings {
     try_pairs(known);
     if (!is_for_time()) return std::move(best_);
     try_relays();
-    prefer_in_segments();
+    if (options_.segments) prefer_in_segments();
     return std::move(best_);
   }
 
@@ -166,6 +166,7 @@ class Crossings {
       for (int t = 0; t < goal_.ndim(); ++t) {
         const std::optional<Layout> relays = balanced_relays(first.layout, goal_, t);
         if (!relays || relays->mesh() == first.layout.mesh() || relays->mesh() == goal_.mesh()) continue;
+        if (options_.max_held > 0 && relays->largest_part_elements() > options_.max_held) continue;
         std::vector<Step> crossings{cost_.cheapest(first.layout, *relays)->first,
                                     cost_.cheapest(*relays, goal_)->first};
         try_steps(joined_steps(first, std::move(crossings), after_.front()));

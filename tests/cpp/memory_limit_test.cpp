@@ -144,6 +144,16 @@ TEST(Fit, ReductionsAreSplitIntoRoundsToo) {
   }
 }
 
+// Plans in segments need more memory here. Without segments, other steps are the fastest.
+TEST(Fit, ChoosesTheStepsThatAreFastestWithoutSegments) {
+  const Layout src = test::layout_of(test::mesh_of({1}), {8192, 8192}, "R");
+  const Layout dst = test::layout_of(test::mesh_of({8}), {8192, 8192}, "R");
+  const Plan fastest = make_plan(src, dst);
+  ASSERT_GT(fastest.segments.count, 1);
+  const Plan plan = make_plan_within(src, dst, {}, peak_bytes(fastest) - 1);
+  EXPECT_EQ(to_string(plan), to_string(make_plan(src, dst, {.segments = false})));
+}
+
 // Temporaries of a large tensor take at most as much as the larger of source and destination, plus some staging.
 TEST(Fit, LimitsTemporariesByDefault) {
   const MeshPtr mesh = test::mesh_of({4});
