@@ -308,7 +308,7 @@ Args:
         out.
 
 Raises:
-    ValueError: a value is negative, or a divisor is below 1.)");
+    ValueError: a value is negative or above 2^40, or a divisor is below 1.)");
   model
       .def(py::init([](const Typed<std::string>& name, const Typed<int64_t>& num_processors,
                        const Typed<int64_t>& tile_rows, const Typed<int64_t>& tile_columns,

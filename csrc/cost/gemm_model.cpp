@@ -5,6 +5,7 @@
 #include <map>
 
 #include "cost/cost.h"
+#include "cost/topology.h"
 #include "support/ceil_divide.h"
 #include "support/error.h"
 
@@ -39,7 +40,8 @@ std::vector<std::string> GemmModel::names() {
 
 void GemmModel::check() const {
   const auto check_field = [&](const char* field, int64_t value, int64_t least) {
-    check_user(value >= least, "gemm_model: ", field, " of '", name, "' must be at least ", least, ", got ", value);
+    check_user(value >= least && value <= Topology::kMaxValue, "gemm_model: ", field, " of '", name, "' must be ",
+               InRange{least, Topology::kMaxValue}, ", got ", value);
   };
   check_field("num_processors", num_processors, 1);
   check_field("tile_rows", tile_rows, 1);

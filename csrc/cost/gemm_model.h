@@ -46,7 +46,8 @@ struct GemmModel {
   static GemmModel named(const std::string& name);
   static std::vector<std::string> names();  // of the built-in models
 
-  // Throws UserError if num_processors, a tile size or flops_per_us is below 1, or if another number is negative.
+  // Throws UserError if num_processors, a tile size or flops_per_us is below 1, or if another number is negative. Also
+  // throws UserError if a number is above Topology::kMaxValue.
   void check() const;
 
   // Returns the time of one launch that computes `count` products of m x k by k x n, whose elements have `item_bytes`

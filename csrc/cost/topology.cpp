@@ -8,8 +8,7 @@
 namespace shardwright {
 namespace {
 
-constexpr int64_t kMaxValue = int64_t{1} << 40;  // about a second; sums of a few do not overflow
-constexpr int64_t kMicrosecond = 1'000'000;      // picoseconds
+constexpr int64_t kMicrosecond = 1'000'000;  // picoseconds
 
 // Returns the picoseconds per KiB at this many GB/s.
 constexpr int64_t per_kib(int64_t gigabytes_per_second) { return 1'024'000 / gigabytes_per_second; }

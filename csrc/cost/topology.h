@@ -27,6 +27,9 @@ struct Link {
 Link slower(const Link& a, const Link& b);
 
 struct Topology {
+  // Maximum value of each number: about a second in picoseconds. Sums of a few do not overflow.
+  static constexpr int64_t kMaxValue = int64_t{1} << 40;
+
   std::string name;
   int64_t ranks_per_node = 0;     // 0: all ranks are on one node
   int64_t step_ps = 0;            // fixed cost of a collective
@@ -42,7 +45,7 @@ struct Topology {
   static Topology named(std::string_view name);
   static std::vector<std::string> names();  // of the built-in topologies
 
-  // Throws UserError if a number is not in [0, 2^40] (about a second in picoseconds), or if a name is not UTF-8.
+  // Throws UserError if a number is not in [0, kMaxValue], or if a name is not UTF-8.
   void check() const;
 
   // Returns the link of a group over `mesh_dims`, which has the worst latency and the worst bandwidth of the links

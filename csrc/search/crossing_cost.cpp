@@ -52,8 +52,8 @@ int64_t least_picoseconds_for(const ExchangeBound& bound, const Layout& dst, con
   // A plan in segments keeps links within nodes and links between nodes busy at the same time.
   const bool has_nodes = topology.ranks_per_node > 0 || !topology.mesh_dims.empty();
   const int64_t both = topology.inside.ps_per_kib + between.ps_per_kib;
-  const int64_t ps_per_kib =
-      has_nodes && both > 0 ? topology.inside.ps_per_kib * between.ps_per_kib / both : topology.inside.ps_per_kib;
+  const __int128 product = static_cast<__int128>(topology.inside.ps_per_kib) * between.ps_per_kib;  // up to 2^80
+  const int64_t ps_per_kib = has_nodes && both > 0 ? static_cast<int64_t>(product / both) : topology.inside.ps_per_kib;
   const int64_t wire =
       std::max(picoseconds_for(bytes, ps_per_kib), picoseconds_for(bytes_between_nodes, between.ps_per_kib));
   return saturating_sum(saturating_sum(topology.step_ps, message), saturating_sum(wire, copies));

@@ -48,6 +48,9 @@ TEST(GemmModel, FindsModelsByNameAndRejectsInvalidOnes) {
   GemmModel wrong = kPlain;
   wrong.flops_per_us = 0;
   EXPECT_THROW(wrong.check(), UserError);
+  wrong = kPlain;
+  wrong.launch_ps = Topology::kMaxValue + 1;
+  EXPECT_THROW(wrong.check(), UserError);
 }
 
 TEST(GemmModel, CountsWavesOfWholeTilesAndLeavesProcessors) {

@@ -91,6 +91,15 @@ TEST(TwoMeshes, PlansAreNoFasterThanTheBoundAndNoSlowerThanADirectCrossing) {
   }
 }
 
+TEST(TwoMeshes, TheBoundDoesNotOverflowOnSlowLinks) {
+  const Link slow{0, Topology::kMaxValue};
+  const Plan plan =
+      make_plan(test::layout_of(test::mesh_of({1}), {256}, "R"), test::layout_of(test::mesh_of({1}, {1}), {256}, "R"),
+                {.topology = Topology{"slow", 2, 0, 0, slow, slow, {}}});
+  EXPECT_EQ(predicted_picoseconds(plan), Topology::kMaxValue);  // for 1 KiB
+  EXPECT_EQ(least_picoseconds(plan), Topology::kMaxValue / 2);  // both links may be busy at the same time
+}
+
 // Tries all layouts before the crossing with all after it, each reached by its cheapest moves. The search skips a few
 // cases in which other orders of cuts would send fewer messages.
 TEST(TwoMeshes, FindsTheFastestPlanInAllButFewCases) {

@@ -23,7 +23,7 @@ class GemmModel:
             out.
 
     Raises:
-        ValueError: a value is negative, or a divisor is below 1.
+        ValueError: a value is negative or above 2^40, or a divisor is below 1.
     """
 
     def __init__(
