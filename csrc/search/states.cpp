@@ -10,10 +10,10 @@
 namespace shardwright {
 namespace {
 
-constexpr int kMaxDimsWithAllLists = 3;  // maximum number of mesh dims for which all lists of cuts are tried
-// Maximum number of mesh dims with which a mesh dim may cut, innermost, a tensor dim that it cuts neither in the source
-// nor in the goal.
-constexpr int kMaxDimsWithInnermostCuts = 4;
+constexpr int kMaxDimsWithAllLists = 3;       // maximum number of mesh dims for which all lists of cuts are tried
+constexpr int kMaxDimsWithInnermostCuts = 4;  // maximum number of mesh dims with which innermost cuts are tried
+// Maximum number of lists of cuts of a tensor dim. Each pair of lists has an entry in a table (moves/list_pairs.h).
+constexpr size_t kMaxLists = 512;
 constexpr size_t kMaxStates = 20'000;  // maximum number of states
 // Maximum number of pieces of a strided cut: packing more takes long. Lists without digits (exchange/digits.h) also
 // take long to compare, so their limit is kMaxPiecesCompared pieces over all ranks.
@@ -192,8 +192,9 @@ class States {
     return std::any_of(cuts.begin(), cuts.end(), [&](const Cut& c) { return c.mesh_dim == mesh_dim; });
   }
 
-  // Adds a list of cuts for each choice of roles for the mesh dims from `mesh_dim` on.
+  // Adds a list of cuts for each choice of roles for the mesh dims from `mesh_dim` on, up to kMaxLists.
   void choose_roles(int t, const std::vector<std::vector<Role>>& choices, std::vector<Role>& roles, size_t mesh_dim) {
+    if (cut_lists_.size(t) >= kMaxLists) return;
     if (mesh_dim == choices.size()) return add_lists_by_roles(t, roles);
     for (const Role role : choices[mesh_dim]) {
       roles[mesh_dim] = role;

@@ -13,8 +13,9 @@ namespace shardwright {
 //
 // A state is a list of cuts for each tensor dim. With up to three mesh dims all lists are considered: every order, and
 // for each cut every split factor that can result if earlier mesh dims are gathered or do not cut yet. With more mesh
-// dims, a mesh dim cuts as in the source, as in the goal, innermost, or not at all. Lists of unequal parts are excluded
-// if equal parts suffice, and so are strided cuts into very many pieces.
+// dims, a mesh dim cuts as in the source, as in the goal, or not at all; with four, it may also cut any tensor dim
+// innermost. A tensor dim has at most about 512 lists. Lists of unequal parts are excluded if equal parts suffice,
+// and so are strided cuts into very many pieces.
 //
 // Example: 8 rows on a=2, b=2. The states are the lists
 //   S(0) over a, then b     S(0) over b, then a     S(0) over a     SS(0,2) over a     S(0) over b     SS(0,2) over b

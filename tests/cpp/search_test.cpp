@@ -9,10 +9,12 @@
 #include "layouts.h"
 #include "moves/describe.h"
 #include "moves/move.h"
+#include "moves/move_table.h"
 #include "moves/plan.h"
 #include "moves/step_counts.h"
 #include "search/make_plan.h"
 #include "search/search.h"
+#include "search/states.h"
 #include "support/error.h"
 
 namespace shardwright {
@@ -259,6 +261,20 @@ TEST(Search, FindsAPlanForUnequalPartsInVeryManyPieces) {
       EXPECT_EQ(plan.steps.back().after, to);
     }
   }
+}
+
+// Each of 14 mesh dims may cut either tensor dim as in one end or not at all, so there are 2^14 lists of cuts for each.
+TEST(Search, LimitsTheListsOfCutsOnManyMeshDims) {
+  const MeshPtr mesh = test::mesh_of(std::vector<int64_t>(14, 2));
+  const auto layout_by = [&](int64_t tensor_dim) {
+    const std::vector<Placement> placements(14, Placement::shard(tensor_dim));
+    return Layout(mesh, {1 << 14, 1 << 14}, DType::kFloat32, placements);
+  };
+  const Layout src = layout_by(0);
+  const Layout goal = layout_by(1);
+  MoveTable table(src, Lowering::kNccl);
+  EXPECT_LE(states_between(src, goal, src.cut_dims(), table).size(), 20'000u);
+  for (int t = 0; t < 2; ++t) EXPECT_LT(table.lists().size(t), 520u);
 }
 
 }  // namespace
