@@ -39,10 +39,22 @@ int64_t num_sources(const Layout& src, const Layout& dst) {
   return std::max<int64_t>(holders, 1) * contributions;
 }
 
+// Returns true if the result of a step's reductions depends on the order in which contributions are reduced.
+bool depends_on_order(const Step& step) {
+  const DTypeKind kind = step.before.dtype().kind();
+  if (kind != DTypeKind::kFloat && kind != DTypeKind::kComplex) return false;
+  const std::vector<int> reduced = (step.before.partial_dims() - step.after.partial_dims()).to_vector();
+  return std::any_of(reduced.begin(), reduced.end(), [&](int d) {
+    const ReduceOp op = step.before.placements()[d].op;
+    return op != ReduceOp::kMin && op != ReduceOp::kMax;
+  });
+}
+
 // Returns Certificate::replicas_are_bitwise_equal.
 bool keeps_replicas_equal(const Plan& plan) {
   for (const Step& step : plan.steps) {
     if (step.op != StepOp::kAllReduce && step.op != StepOp::kReduceScatter) continue;
+    if (!depends_on_order(step)) continue;
     if (!plan.lowering.reduces || step.ordered) continue;  // reduced in the order of positions
     if (!step.before.replicated_dims().empty() || !step.before.is_partition()) return false;
   }

@@ -20,7 +20,8 @@ struct Certificate {
   bool peak_is_exact = true;  // if false, some rank may allocate more
   int64_t predicted_ps = 0;   // predicted time of the plan, in picoseconds
   // True if all replicas of a reduced element hold the same bits: it is reduced in one group and then distributed, or
-  // reduced in the same order everywhere. Elements that are not reduced cannot differ.
+  // reduced in the same order everywhere, or the order does not matter, as for integers and for P(min) and P(max).
+  // Elements that are not reduced cannot differ.
   bool replicas_are_bitwise_equal = true;
 
   Bound received;                // lower bounds on received bytes

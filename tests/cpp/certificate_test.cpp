@@ -91,6 +91,15 @@ TEST(Certificate, ReportsWhetherReplicasAreBitwiseEqual) {
   const Certificate apart = certify(direct, peak_bytes(direct));
   EXPECT_FALSE(apart.replicas_are_bitwise_equal);
   EXPECT_TRUE(mentions(remarks(direct, apart), "ordered"));
+  const auto is_equal = [&](const std::string& src, const std::string& dtype) {
+    const Plan plan = plan_through(
+        {test::layout_of(mesh, {64, 64}, src, {}, dtype), test::layout_of(mesh, {64, 64}, "R,R", {}, dtype)});
+    return certify(plan, peak_bytes(plan)).replicas_are_bitwise_equal;
+  };
+  EXPECT_FALSE(is_equal("P(avg),R", "bfloat16"));
+  EXPECT_FALSE(is_equal("P,R", "complex64"));
+  EXPECT_TRUE(is_equal("P,R", "int32"));
+  EXPECT_TRUE(is_equal("P(max),R", "float32"));
 }
 
 }  // namespace
