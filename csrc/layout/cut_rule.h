@@ -125,7 +125,7 @@ class CutRule {
   // b, then S(0) over a. So SS(0,2) becomes S(0).
   std::optional<CutRule> moved_after(const CutRule& later, int64_t k) const;
 
-  // Appends integers that encode the rule. No encoding is a prefix of another.
+  // Appends integers that encode the rule.
   void append_encoding(std::vector<int64_t>& encoding) const;
   // Returns the rule that append_encoding() encoded. Throws UserError if the encoding is malformed.
   static CutRule from_encoding(const std::vector<int64_t>& encoding);

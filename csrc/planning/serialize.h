@@ -13,7 +13,7 @@
 
 namespace shardwright {
 
-// Returns equal bytes for equal plans.
+// Returns equal bytes for equal plans whose layouts have equal placements.
 std::string to_bytes(const Plan& plan);
 
 // Throws UserError if the bytes are damaged, of another version, or no valid plan (check_steps in planning/validate.h).

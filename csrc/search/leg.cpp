@@ -26,7 +26,7 @@ void add_leg(std::vector<Leg>& legs, const Layout& layout, const Layout& from, c
   for (const Leg& known : legs) {
     if (known.layout == layout) return;
   }
-  const int64_t least = from == to ? 0 : least_picoseconds(from, to, options, topology);
+  const int64_t least = from == to ? 0 : least_first_cost(from, to, options, topology);
   legs.push_back({layout, from, to, elements, {least, 0, 0, 0}, std::nullopt});
 }
 

@@ -246,7 +246,7 @@ int64_t least_picoseconds(const Plan& plan) {
     return least_picoseconds_for(bound, plan.dst, plan.topology);
   }
   const Layout goal = goal_of(plan.src, plan.dst, work);
-  return least_picoseconds(plan.src, goal, {plan.lowering, Objective::kTime, false, plan.topology}, plan.topology);
+  return least_first_cost(plan.src, goal, {plan.lowering, Objective::kTime, false, plan.topology}, plan.topology);
 }
 
 }  // namespace shardwright

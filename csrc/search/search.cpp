@@ -449,7 +449,7 @@ std::vector<Step> cheapest_moves(const Layout& src, const Layout& goal, const Pl
   return Search(src, goal, options, topology).cheapest_steps();
 }
 
-int64_t least_picoseconds(const Layout& src, const Layout& goal, const PlanOptions& options, const Topology& topology) {
+int64_t least_first_cost(const Layout& src, const Layout& goal, const PlanOptions& options, const Topology& topology) {
   return Search(src, goal, options, topology).lower_bound();
 }
 

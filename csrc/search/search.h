@@ -27,6 +27,6 @@ std::vector<Step> cheapest_moves(const Layout& src, const Layout& goal, const Pl
 
 // Returns a lower bound on Cost::first of any sequence of moves between these layouts, as for cheapest_moves():
 // picoseconds, or bytes if the objective is kBytes.
-int64_t least_picoseconds(const Layout& src, const Layout& goal, const PlanOptions& options, const Topology& topology);
+int64_t least_first_cost(const Layout& src, const Layout& goal, const PlanOptions& options, const Topology& topology);
 
 }  // namespace shardwright
