@@ -21,7 +21,7 @@ WIDTH = 8
 
 
 class Routed(nn.Module):
-    """Uses one of two norms."""
+    """Uses one of two norms, or none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,8 +30,8 @@ class Routed(nn.Module):
         for p in self.parameters():
             nn.init.normal_(p)
 
-    def forward(self, x: Any, which: int) -> Any:
-        return self.norms[which](x)
+    def forward(self, x: Any, which: int | None) -> Any:
+        return x if which is None else self.norms[which](x)
 
 
 def _check_gradients(model: nn.Module, expected: nn.Module) -> None:
@@ -66,6 +66,28 @@ def _routes_over_tensor_parallelism(differs_in_step: int) -> None:
 @pytest.mark.parametrize("differs_in_step", [0, 1, 2])
 def test_ranks_may_use_different_weights_over_tensor_parallelism(pool: Pool, differs_in_step: int) -> None:
     pool.run(_routes_over_tensor_parallelism, 4, differs_in_step)
+
+
+def _accumulates_on_one_rank() -> None:
+    """Rank 1 accumulates no gradient in some steps, but both ranks follow the schedule of accumulated gradients."""
+    model: Any = Routed()
+    expected = copy.deepcopy(model)
+    sw.fully_shard(model, mesh=get_mesh((2,)))
+    for step, route in enumerate((0, None, 0, None)):
+        for syncs, routes in ((False, (0, route)), (True, (1, 1))):
+            model.set_requires_gradient_sync(syncs)
+            batches = torch.randn(2, 3, WIDTH, generator=torch.Generator().manual_seed(10 * step + syncs))
+            for rank, which in enumerate(routes):
+                x = batches[rank].clone().requires_grad_()
+                (expected(x, which).pow(3).sum() / 2).backward()
+                if rank == dist.get_rank():
+                    model(x, which).pow(3).sum().backward()
+        _check_gradients(model, expected)
+    assert len(sw.fsdp.schedules(model)) == 2
+
+
+def test_accumulates_gradients_that_one_rank_does_not_have(pool: Pool) -> None:
+    pool.run(_accumulates_on_one_rank, 2)
 
 
 def _keeps_over_replicas(ends: str) -> None:

@@ -279,7 +279,8 @@ class ChunkedUnit:
         """True if a reduction in chunks gives the same gradients as a reduction after the backward."""
         unit_options = self.unit.unit_options
         is_default = unit_options.reduces and unit_options.reduces_over_replicas and unit_options.divides_by is None
-        return is_default and not any(weight.gradients.are_pending for weight in self.unit.weights)
+        are_kept = any(weight.gradients.has_partial_reduced for weight in self.unit.weights)
+        return is_default and not are_kept and not self.unit.has_accumulated_gradients
 
     def begin(self) -> None:
         """Makes the Linear modules multiply in chunks from now on."""

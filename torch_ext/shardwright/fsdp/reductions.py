@@ -95,6 +95,8 @@ class Reductions:
                 weight.is_expected = (unit_index, which) in self._used or unit.unit_options.reduces_unused
                 weight.end_backward(weight.is_expected)
         self.comparisons.started = []
+        for unit in reducing:
+            unit.has_accumulated_gradients = False
 
     def _agree(self, event: str) -> dict[int, list[int]]:
         """Returns, by unit index, the indices of weights that have an unreduced gradient on some rank. Sets `_used`.

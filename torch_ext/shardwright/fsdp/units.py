@@ -103,6 +103,8 @@ class Unit:
         self.is_in_graph = False  # the events of the running forward are operators in a compiled graph (graphs.py)
         self.is_called_by_compiled_code = False  # compiled code called the running forward, but its hooks are eager
         self.unit_options = UnitOptions(keep_gathered)
+        # Backwards since the last reduction kept their gradients, on any rank. Equal on all ranks.
+        self.has_accumulated_gradients = False
         # This unit's ChunkedUnit (chunks.py), else None: while some weights are gathered in chunks, and while modules
         # have the class that multiplies in chunks.
         self.chunked_gather: Any = None
@@ -154,11 +156,6 @@ class Unit:
     def gradient_bytes(self) -> int:
         """Bytes of the full gradients of one backward, and of their copies for messages."""
         return gradient_bytes(self.weights)
-
-    @property
-    def has_accumulated_gradients(self) -> bool:
-        """True if a weight has an accumulated gradient."""
-        return any(weight.gradients.has_accumulated for weight in self.weights)
 
     @property
     def accumulated_gradient_bytes(self) -> int:
@@ -393,11 +390,13 @@ class Unit:
 
     def accumulate_gradients(self) -> None:
         """Adds the gradients from autograd to the accumulated gradients."""
+        self.has_accumulated_gradients = True
         for weight in self.weights:
             weight.accumulate_gradient()
 
     def drop_gradients(self) -> None:
         """Discards all gradients that are not yet added to the sharded parameters' gradients."""
+        self.has_accumulated_gradients = False
         for weight in self.weights:
             weight.drop_gradient()
 
