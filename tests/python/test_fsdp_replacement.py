@@ -477,9 +477,13 @@ def _options_with_extensions() -> None:
         {"message_format": torch.bfloat16},
         {"reshard_after_forward": 1},
         {"store_placements": lambda p: [Replicate()]},
+        {"shard_placement_fn": lambda p: Shard(1) if p.ndim > 1 else None},
     ):
         model = Chain(4, wraps=True)
-        text = "must be None for .* whose fsdp_pre_all_gather|must be sharded along one mesh dim"
+        text = (
+            "must be None for .* whose fsdp_pre_all_gather|must be sharded along one mesh dim|"
+            "0.weight must be sharded along dim 0, because .*, got dim 1"
+        )
         with pytest.raises(ValueError, match=text):
             flat_fully_shard(model, mesh=mesh, **options)
         assert not isinstance(model[0].weight, DTensor)

@@ -83,6 +83,11 @@ def check(name: str, layouts: Layouts, is_plain_policy: bool) -> None:
             f"{name} must be sharded along one mesh dim, because it has fsdp_pre_all_gather. Leave out "
             "Options.placements, store_placements, kept_placements and an integer reshard_after_forward"
         )
+    if (dim := _sharding_of(layouts)[0]) != 0:  # gathers concatenate the sent tensors along their dim 0
+        raise ValueError(
+            f"{name} must be sharded along dim 0, because it has fsdp_pre_all_gather, got dim {dim}. Return None or "
+            "Shard(0) for it from shard_placement_fn"
+        )
     if not is_plain_policy:
         raise ValueError(
             f"message_format and matmul_format must be None for {name}, whose fsdp_pre_all_gather makes the messages"
