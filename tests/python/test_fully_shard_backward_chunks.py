@@ -266,6 +266,10 @@ def _other_steps(recomputes: bool) -> None:
     def forward(step: int) -> torch.Tensor:
         return loss_of(model, batch(step, rank, width))
 
+    # A backward computes the gradient of the input alone.
+    x = batch(0, rank, width).requires_grad_()
+    torch.autograd.grad(loss_of(model, x), x)
+    assert all(p.grad is None for p in model.parameters())
     # Two forwards come before their backwards.
     losses = [forward(0), forward(1)]
     (losses[0] + losses[1]).backward()

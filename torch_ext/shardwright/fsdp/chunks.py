@@ -38,6 +38,7 @@ from ..layouts.layout import Layout
 from ..matmul.running import Call, ProductRanks, bind
 from ..runtime import checking, executables
 from ..runtime.agreement import MeshWords, Statement
+from .gradients import is_wanted
 from .layouts import has_arithmetic
 from .units import Unit, gather_cost, gradient_bytes, is_in_backward, reduce_cost, use_bytes
 from .weights import Weight
@@ -186,11 +187,13 @@ class ChunkedWeight:
         return dx.view(*dy.shape[:-1], dx.shape[-1])
 
     def gradient(self, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
-        """Returns dy.T @ x, the full gradient of the weight; None if it was reduced in chunks."""
+        """Returns dy.T @ x, the full gradient of the weight; None if it is reduced in chunks, or would be but the
+        running backward does not compute it."""
         if not self.reduces or self.weight_gradient_product is None:
             return _rows(dy).t().mm(_rows(x))
-        rows = _rows(x)
-        self.weight.gradients.add_reduced_in_chunks(self.weight_gradient_product([_rows(dy), rows], rows.shape[0]))
+        if is_wanted(self.weight.unsharded):
+            rows = _rows(x)
+            self.weight.gradients.add_reduced_in_chunks(self.weight_gradient_product([_rows(dy), rows], rows.shape[0]))
         return None
 
     def read(self) -> nn.Parameter:

@@ -305,6 +305,12 @@ class Reduction:
 # ---- the gradient state of one weight
 
 
+def is_wanted(leaf: torch.Tensor) -> bool:
+    """Returns true if the running backward adds to `leaf.grad`. `autograd.grad` and `backward(inputs=)` may not."""
+    will_execute = torch._C._will_engine_execute_node  # type: ignore[attr-defined]
+    return leaf.requires_grad and will_execute(torch.autograd.graph.get_gradient_edge(leaf).node)
+
+
 class GradientMixin:
     """Base class of `Weight`: takes gradients from autograd, and adds reduced ones to the sharded parameter's."""
 

@@ -42,6 +42,7 @@ from ..graph import order
 from ..runtime import counters
 from . import reads
 from .calls import mapped
+from .gradients import is_wanted
 from .runner import Runner
 from .units import Unit, is_in_backward
 
@@ -125,16 +126,10 @@ def _end_backward(
     runner, unit = _runner_and_unit(handle)
     with _abort_on_error(runner):
         for index, gradient in zip(indices, of_weights, strict=True):
-            if _is_wanted(unit.weights[index].unsharded):
+            if is_wanted(unit.weights[index].unsharded):
                 unit.weights[index].add_graph_gradient(gradient)
         runner.note_gradient(unit)
         runner.end_backward(unit, int(forward))
-
-
-def _is_wanted(leaf: torch.Tensor) -> bool:
-    """Returns true if the running backward adds to `leaf.grad`. `autograd.grad` and `backward(inputs=)` may not."""
-    will_execute = torch._C._will_engine_execute_node  # type: ignore[attr-defined]
-    return leaf.requires_grad and will_execute(torch.autograd.graph.get_gradient_edge(leaf).node)
 
 
 @contextlib.contextmanager
