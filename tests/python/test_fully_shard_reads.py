@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import functools
 import gc
+import itertools
 import types
 import weakref
 from collections import UserDict
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable import checkpoint as composable_checkpoint
+from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import shardwright as sw
@@ -366,10 +368,12 @@ def test_writing_a_saved_activation_raises(pool: Pool, mode: str) -> None:
 def _writes_before_backward(mode: str) -> None:
     torch.manual_seed(0)
     model = _sharded(StoresHidden(), mode)
-    for stays in (False, True):
+    module = getattr(model, "_orig_mod", model)
+    register_fsdp_forward_method(module, "encode")
+    for stays, forward in itertools.product((False, True), (model, module.encode)):
         model.set_reshard_after_forward(not stays)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        first, second = (model(x).sum() for x in _batches())
+        first, second = (forward(x).sum() for x in _batches())
         first.backward()
         optimizer.step()
         with pytest.raises(RuntimeError, match="(was|were) written between a forward and its backward"):

@@ -91,7 +91,8 @@ def _begin_forward(inputs: Sequence[torch.Tensor], handle: int, records: bool) -
         raise RuntimeError(f"parameters of {unit.name} were frozen or unfrozen since this graph was compiled")
     with torch.set_grad_enabled(records), _abort_on_error(runner):
         forward = runner.begin_forward(unit)
-    reads.note_forward(unit, forward, is_in_graph=records)
+    if records:
+        reads.note_forward(unit, forward, is_in_graph=True)
     unit.is_in_graph = True
     return _as_tensor(forward)
 

@@ -105,9 +105,12 @@ _versions_without_hooks: weakref.WeakKeyDictionary[Unit, dict[int, list[Version]
 def note_forward(unit: Unit, forward: int, is_in_graph: bool = False) -> None:
     """Records the versions of a unit's parameters for `check_backward`, in a forward that does not pack weights.
 
-    In a compiled graph, the backward reads weights again. Hooks for saved tensors may also be disabled.
+    In a compiled graph, the backward reads weights again. Registered forward methods and forwards that compiled code
+    calls run without `SavedWeightHooks`. Hooks for saved tensors may also be disabled.
     """
-    if is_in_graph or not torch._C._autograd._saved_tensors_hooks_is_enabled():
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    packs_weights = hooks is not None and getattr(hooks[0], "_packs_weights", False)
+    if is_in_graph or not packs_weights or not torch._C._autograd._saved_tensors_hooks_is_enabled():
         put_bounded(_versions_without_hooks.setdefault(unit, {}), forward, unit.versions, _MAX_FORWARDS)
 
 
