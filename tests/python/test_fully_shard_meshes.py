@@ -12,10 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import DTensor, Shard
 
+import meshes
 import shardwright as sw
 from fsdp_models import batch, flat_fully_shard, loss_of, part
 from meshes import get_mesh
@@ -108,3 +110,20 @@ def _mesh_of_others(mesh: Any) -> Any:
 
 def test_parameters_on_different_meshes(pool: Pool) -> None:
     pool.run(_parameters_on_different_meshes, 4)
+
+
+def _model_of_one_rank() -> None:
+    """Rank 0 makes and uses a further model, between the `sw.fully_shard` and the first use of a model of all ranks."""
+    mesh, alone = get_mesh((2, 2)), DeviceMesh(meshes.device, [0])
+    model = nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 10))
+    for layer, dim in zip(model, "ab", strict=True):
+        sw.fully_shard(layer, mesh=mesh[dim])
+    sw.fully_shard(model, mesh=mesh["a"])
+    if dist.get_rank() == 0:
+        sw.fully_shard(nn.Linear(10, 10), mesh=alone)(batch(0)).sum().backward()
+    for step in range(2):
+        loss_of(model, batch(step)).backward()
+
+
+def test_one_rank_may_have_a_further_model(pool: Pool) -> None:
+    pool.run(_model_of_one_rank, 4)

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -39,8 +40,15 @@ WeightIndex = tuple[int, int]  # indices of a unit and of a weight in it
 HEAD_BYTES = 256  # size of the message of each comparison
 _DIGEST_BYTES = 8
 
-_models = 0  # number of models that this rank has compared; equal on all ranks of the latest model
-_latest_unit = 0  # number of the first unit of the latest model
+
+class _Latest(NamedTuple):
+    """The latest model that the ranks of a mesh have compared."""
+
+    model: int = 0  # number of the model
+    unit: int = 0  # number of its first unit
+
+
+_latest: dict[tuple[int, ...], _Latest] = {}  # by ranks of the mesh, because ranks may have models on other meshes too
 
 
 class Comparisons:
@@ -62,7 +70,8 @@ class Comparisons:
         # Indices of the units with a weight on each mesh, and of all units.
         self._units_on = {mesh: {unit_index for unit_index, _ in found} for mesh, found in self.on_mesh.items()}
         self._index_of = {unit: index for index, unit in enumerate(units)}
-        self._model = 0  # number of this model: equal on all of its ranks, different for each model of a rank
+        # By mesh, the number of this model: equal on all ranks of the mesh, different for each model there.
+        self._models = dict.fromkeys(self.on_mesh, 0)
         self._words = {mesh: MeshWords(mesh, device) for mesh in self.on_mesh}
         self._are_slow = {mesh: not all(map(agreement.has_cpu, mesh.get_all_groups())) for mesh in self.on_mesh}
 
@@ -118,20 +127,21 @@ class Comparisons:
         Raises:
             ValueError: on all ranks of a mesh if they differ.
         """
-        global _models, _latest_unit
         self.compare(f"first use of {self._units[0].name}")
-        # Two models may have equal units. Then only the order in which they were made and used tells them apart.
-        order = "after" if self._units[0].number > _latest_unit else "before"
-        options = {**options, "order of calls": f"{order} the model that was used last"}
         for mesh, on_mesh in by_mesh(self._units).items():
+            # Two models may have equal units. Then only the order in which they were made and used tells them apart.
+            ranks, number = tuple(mesh.mesh.flatten().tolist()), self._units[0].number
+            latest = _latest.get(ranks, _Latest())
+            order = "after" if number > latest.unit else "before"
+            options = {**options, "order of calls": f"{order} the model that was used last"}
             units = {f"unit {i}": f"{unit.name}: {unit.description}" for i, unit in enumerate(on_mesh)}
             fields = {"number of units": len(on_mesh), **{name: str(value) for name, value in options.items()}, **units}
             mismatch = "have different modules or arguments"
             remedy = "Pass the same modules and arguments, in the same order, on all ranks of a mesh"
             words = self._words[mesh]
             words.compare(Statement("sw.fully_shard", fields, {}, mismatch, remedy))
-            self._model = max(self._model, *words.largest([_models + 1], "sw.fully_shard, comparing models"))
-        _models, _latest_unit = max(self._model, _models), self._units[0].number
+            (self._models[mesh],) = words.largest([latest.model + 1], "sw.fully_shard, comparing models")
+            _latest[ranks] = _Latest(self._models[mesh], number)
 
     def _exchange(self, mesh: DeviceMesh, event: str, table: bytes) -> bytes:
         """Compares like `compare` on one mesh. Returns the maximum of each byte of `table` over its ranks."""
@@ -175,7 +185,7 @@ class Comparisons:
         units = self._units_on[mesh]
         gathered = [index for unit in self.gathered if (index := self._index_of[unit]) in units]
         started = [each for each in self.started if each[0] in units]
-        text = repr((self._model, event, gathered, started, str(self.error)))
+        text = repr((self._models[mesh], event, gathered, started, str(self.error)))
         digest = hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).digest()
         return digest + bytes(255 - byte for byte in digest)
 
@@ -202,7 +212,7 @@ class Comparisons:
         gathered = [named(unit, range(len(unit.weights))) for unit in self.gathered]
         reduced = [named(self._units[unit_index], which) for unit_index, which in self.started]
         texts = {
-            "model": str(self._model),
+            "model": str(self._models[mesh]),
             "event": event,
             "gathered": "; ".join(gathered),
             "reduced": "; ".join(reduced),
