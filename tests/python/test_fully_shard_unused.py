@@ -16,6 +16,7 @@ import shardwright as sw
 from fsdp_models import full
 from meshes import get_mesh
 from pool import Pool
+from shardwright.fsdp.methods import ATTRIBUTE
 
 WIDTH = 8
 
@@ -131,6 +132,10 @@ def _freezes_before_the_backward() -> None:
         model(batches[dist.get_rank()], 0).pow(3).sum().backward()
         (expected(batches, 0).pow(3).sum() / 2).backward()
         _check_gradients(model, expected)
+    model.requires_grad_(False)
+    for _ in range(2):
+        model(batches[0].clone().requires_grad_(), 0).sum().backward()
+    assert not getattr(model, ATTRIBUTE).runner.reductions.comparisons.started
 
 
 def test_gradients_of_weights_that_were_frozen_before_the_backward_end(pool: Pool) -> None:

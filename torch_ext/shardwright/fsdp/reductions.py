@@ -79,10 +79,11 @@ class Reductions:
             ValueError: on all ranks of a mesh, if they differ.
         """
         self.comparisons.compares_transfers = False
-        reducing = [unit for unit in self._units if unit.unit_options.reduces]
-        if not any(weight.may_have_gradient for unit in reducing for weight in unit.weights):
+        trained = [unit for unit in self._units if any(weight.may_have_gradient for weight in unit.weights)]
+        if not any(unit.unit_options.reduces for unit in trained):
             # With frozen weights alone this is the end of the step; otherwise a later backward compares on slow meshes.
-            self.comparisons.compare(event, is_end=len(reducing) == len(self._units))
+            self.comparisons.compare(event, is_end=not trained)
+            self.comparisons.started = []
             return
         for unit_index, late in self._agree(event).items():
             reduction = self.start(unit_index, late)
@@ -95,8 +96,9 @@ class Reductions:
                 weight.is_expected = (unit_index, which) in self._used or unit.unit_options.reduces_unused
                 weight.end_backward(weight.is_expected)
         self.comparisons.started = []
-        for unit in reducing:
-            unit.has_accumulated_gradients = False
+        for unit in self._units:
+            if unit.unit_options.reduces:
+                unit.has_accumulated_gradients = False
 
     def _agree(self, event: str) -> dict[int, list[int]]:
         """Returns, by unit index, the indices of weights that have an unreduced gradient on some rank. Sets `_used`.
