@@ -84,8 +84,8 @@ class JitWeight:
 
     ``with weight as whole`` gathers it for a block. The tensors that autograd saves in the block do not keep the memory
     of `whole`: a backward gathers the weight again, once for each block, and frees it when the gradient of `whole` is
-    complete. Other hooks for saved tensors (``torch.autograd.graph.saved_tensors_hooks``) do not see tensors that are
-    saved in the block.
+    complete. If `parameter` does not require gradients, it gathers once for each saved view of it. Other hooks for
+    saved tensors (``torch.autograd.graph.saved_tensors_hooks``) do not see tensors that are saved in the block.
 
     `parameter` has the members of TransformerEngine's protocol DistributedWeight, for groups of one weight:
     ``is_distributed_weight``, ``materialize_group_for_forward()``, ``materialize_group_for_backward()``,
