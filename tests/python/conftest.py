@@ -4,7 +4,8 @@
 workers share one GPU, over NCCL.
 `pytest --one-in 3` runs every test function with one third of its parameter sets; `--turn` (0, 1 or 2) selects the
 third. On devices other than the CPU, tests marked on_device run with all their parameter sets.
-`pytest --full-for 600` skips, after 600 seconds, each test whose function has run with other parameters.
+`pytest --full-for 600` runs, after 600 seconds, only the last parameter set of each function that has not run. The
+first one often has a single rank.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pool import Pool
 _SEED = pytest.StashKey[int]()
 _START = pytest.StashKey[float]()
 _STARTED_FUNCTIONS = pytest.StashKey[set[str]]()
+_LAST_SETS = pytest.StashKey[dict[str, str]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -39,16 +41,27 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_START], config.stash[_STARTED_FUNCTIONS] = time.monotonic(), set()
 
 
+@pytest.hookimpl(trylast=True)  # after pytest's own -k and -m, so that --one-in counts tests that run
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    _take_one_in(config.getoption("--one-in"), config.getoption("--turn"), config, items)
     device = config.getoption("--device")
-    for item in items:
-        if device == "cuda" and "async_pool" in item.fixturenames:
-            item.add_marker(pytest.mark.skip(reason="has its own device"))
-        if device == "cpu":
-            continue
-        for mark in item.iter_markers("cpu_only"):
-            item.add_marker(pytest.mark.skip(reason=f"on CPU only: {mark.args[0]}"))
+    _keep(_taken(config, [item for item in items if _fits(item, device)]), config, items)
+    config.stash[_LAST_SETS] = {_function(item): item.nodeid for item in items}
+
+
+def _keep(kept: list[pytest.Item], config: pytest.Config, items: list[pytest.Item]) -> None:
+    remaining = set(kept)
+    if others := [item for item in items if item not in remaining]:
+        items[:] = kept
+        config.hook.pytest_deselected(items=others)
+
+
+def _fits(item: pytest.Item, device: str) -> bool:
+    """Returns true if the test can run with this `--device`."""
+    if device == "cpu":
+        return True
+    if item.get_closest_marker("cpu_only") is not None:
+        return False
+    return device != "cuda" or "async_pool" not in getattr(item, "fixturenames", ())  # has its own device
 
 
 def _function(item: pytest.Item) -> str:
@@ -58,28 +71,31 @@ def _function(item: pytest.Item) -> str:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     limit, started = item.config.getoption("--full-for"), item.config.stash[_STARTED_FUNCTIONS]
     is_late = limit is not None and time.monotonic() - item.config.stash[_START] > limit
-    if is_late and _function(item) in started:
-        pytest.skip(f"after --full-for {limit:.0f} seconds; other parameters ran")
-    started.add(_function(item))
+    function = _function(item)
+    if is_late and (function in started or item.nodeid != item.config.stash[_LAST_SETS][function]):
+        pytest.skip(f"after --full-for {limit:.0f} seconds; one set of parameters runs")
+    started.add(function)
 
 
-def _take_one_in(number: int, turn: int, config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keeps one of every `number` parameter sets of a test function, and at least one."""
+def _taken(config: pytest.Config, items: list[pytest.Item]) -> list[pytest.Item]:
+    """Returns one of every `--one-in` parameter sets of each test function, and at least one."""
+    number, turn = config.getoption("--one-in"), config.getoption("--turn")
     if number < 1:
         raise pytest.UsageError(f"--one-in must be 1 or more, got {number}")
     total = Counter(_function(item) for item in items)
-    is_on_device = config.getoption("--device") != "cpu"
     seen: Counter[str] = Counter()
-    kept, others = [], []
+    taken = []
     for item in items:
         function = _function(item)
         is_taken = seen[function] % number == turn % number % total[function]
         seen[function] += 1
-        is_taken = is_taken or (is_on_device and item.get_closest_marker("on_device") is not None)
-        (kept if is_taken else others).append(item)
-    if others:
-        items[:] = kept
-        config.hook.pytest_deselected(items=others)
+        if is_taken or _runs_all_sets(item, config.getoption("--device")):
+            taken.append(item)
+    return taken
+
+
+def _runs_all_sets(item: pytest.Item, device: str) -> bool:
+    return device != "cpu" and item.get_closest_marker("on_device") is not None
 
 
 def pytest_report_header(config: pytest.Config) -> str:
