@@ -216,11 +216,11 @@ test-python: build
 	$(HERE) $(PY) -m pytest -q tests/python $(QUICK_ARGS) $(ARGS)
 
 # Tests on the device of tests/async_device, which is as asynchronous as a GPU and has process groups with NCCL's rules.
-# ASYNC_TESTS=tests/python runs all tests there; CPU-only tests are deselected.
+# ASYNC_TESTS=tests/python runs all tests there that have a pool, apart from CPU-only tests.
 ASYNC_NAMES := $(if $(QUICK),operators races,async attention attention_forms backward checkpoint_cut \
   checkpoint_cut_schedule fsdp_collectives fully_shard fully_shard_backward_chunks fully_shard_chunks \
   fully_shard_outer_chunks fully_shard_streams fully_shard_times fuzz_redistribute jit_weight many masks_and_misfits \
-  matmul_lanes matmul_scaled memory_limit offload operators ordered_sums overlap_enabled owners parallel_styles \
+  matmul_lanes matmul_scaled memory_limit operators ordered_sums overlap_enabled owners parallel_styles \
   pipeline_stages races redistribute_local replicas_bitwise torchtitan_functions weight_layouts)
 ASYNC_TESTS ?= tests/async_device $(patsubst %,tests/python/test_%.py,$(ASYNC_NAMES))
 test-async: build

@@ -1,9 +1,9 @@
 """Fixtures: the pools of worker processes that all tests share.
 
-`pytest --device asyncdev` puts the tensors of `pool` on the device of tests/async_device. With `--device cuda` the
-workers share one GPU, over NCCL.
+`pytest --device asyncdev` puts the tensors of `pool` on the device of tests/async_device, and deselects tests without
+a pool: they would repeat the run on CPU. With `--device cuda` the workers share one GPU, over NCCL.
 `pytest --one-in 3` runs every test function with one third of its parameter sets; `--turn` (0, 1 or 2) selects the
-third. On devices other than the CPU, tests marked on_device run with all their parameter sets.
+third. Tests marked on_device run with all their parameter sets wherever their tensors are not on the CPU.
 `pytest --full-for 600` runs, after 600 seconds, only the last parameter set of each function that has not run. The
 first one often has a single rank.
 """
@@ -56,12 +56,15 @@ def _keep(kept: list[pytest.Item], config: pytest.Config, items: list[pytest.Ite
 
 
 def _fits(item: pytest.Item, device: str) -> bool:
-    """Returns true if the test can run with this `--device`."""
+    """Returns true if the test can run with this `--device` and differs there from the run on CPU."""
     if device == "cpu":
         return True
     if item.get_closest_marker("cpu_only") is not None:
         return False
-    return device != "cuda" or "async_pool" not in getattr(item, "fixturenames", ())  # has its own device
+    fixtures = getattr(item, "fixturenames", ())
+    if device == "cuda":
+        return "async_pool" not in fixtures  # has its own device
+    return "pool" in fixtures or "async_pool" in fixtures or "async_device" in item.path.parts
 
 
 def _function(item: pytest.Item) -> str:
@@ -95,7 +98,8 @@ def _taken(config: pytest.Config, items: list[pytest.Item]) -> list[pytest.Item]
 
 
 def _runs_all_sets(item: pytest.Item, device: str) -> bool:
-    return device != "cpu" and item.get_closest_marker("on_device") is not None
+    is_on_device = device != "cpu" or "async_pool" in getattr(item, "fixturenames", ())
+    return is_on_device and item.get_closest_marker("on_device") is not None
 
 
 def pytest_report_header(config: pytest.Config) -> str:

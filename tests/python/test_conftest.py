@@ -43,10 +43,10 @@ def _run(pytester: pytest.Pytester, args: str) -> pytest.HookRecorder:
 @pytest.mark.parametrize(
     ("args", "expected"),
     [
-        ("--one-in 20 --turn 5", "plain[4] pool[4] async[4] cpu[4] long[4]"),
-        ("--one-in 20 --turn 1 -m 'not long'", "plain[2] pool[2] async[2] cpu[2] long[4]"),
-        ("--one-in 2 --turn 1 --device asyncdev", "plain[2] pool[2] async[1] async[2] async[4] cpu[2] long[2]"),
-        ("--one-in 20 --turn 2 --device asyncdev", "plain[4] pool[4] async[1] async[2] async[4] cpu[1] long[4]"),
+        ("--one-in 20 --turn 5", "plain[4] pool[4] async[1] async[2] async[4] cpu[4] long[4]"),
+        ("--one-in 20 --turn 1 -m 'not long'", "plain[2] pool[2] async[1] async[2] async[4] cpu[2] long[4]"),
+        ("--one-in 2 --turn 1 --device asyncdev", "pool[2] async[1] async[2] async[4] cpu[2] long[2]"),
+        ("--one-in 20 --turn 2 --device asyncdev", "pool[4] async[1] async[2] async[4] cpu[1] long[4]"),
         ("--device cuda -k 'async or cpu'", "cpu[1] cpu[2]"),
     ],
 )
