@@ -24,7 +24,6 @@ from fsdp_models import agreement_bytes, flat_fully_shard
 from meshes import IS_BEFORE_2_14, get_mesh
 from pool import Pool
 from shardwright._native import _runtime
-from shardwright.fsdp.units import Unit
 
 WIDTH = 6
 
@@ -166,30 +165,6 @@ def test_trains_as_stock_on_two_ranks(pool: Pool, kind: str) -> None:
 @pytest.mark.parametrize("mesh_shape", [(1,), (3,), (2, 2)], ids=str)
 def test_trains_as_stock_on_other_meshes(pool: Pool, mesh_shape: tuple[int, ...]) -> None:
     pool.run(_as_stock_and_whole, torch.Size(mesh_shape).numel(), mesh_shape, "repeated")
-
-
-def _released_weights_hold_nan() -> None:
-    """Fills weights with NaN before they are released."""
-    mesh = get_mesh((2,))
-    expected = train(shard(Model("repeated"), flat_fully_shard, mesh, memory_limit=9000), 3, evaluate=True)
-    release = Unit.release
-
-    def poison(unit: Unit) -> None:
-        unit.finish_gather()
-        for weight in unit.weights:
-            weight.unsharded.data.fill_(torch.nan)
-        release(unit)
-
-    Unit.release = poison  # type: ignore[method-assign]
-    try:
-        actual = train(shard(Model("repeated"), flat_fully_shard, mesh, memory_limit=9000), 3, evaluate=True)
-    finally:
-        Unit.release = release  # type: ignore[method-assign]
-    assert all(map(torch.equal, parts(actual), parts(expected)))
-
-
-def test_nothing_reads_released_weights(pool: Pool) -> None:
-    pool.run(_released_weights_hold_nan, 2)
 
 
 def _layouts() -> None:
