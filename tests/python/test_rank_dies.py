@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import time
 from collections.abc import Callable
@@ -70,12 +71,17 @@ def _dies_during(src: list[str], dst: list[str], mesh_shape: tuple[int, ...], sh
 
 
 def _stops_responding(src: list[str], dst: list[str], mesh_shape: tuple[int, ...], shape: tuple[int, ...]) -> Found:
+    """The victim leaves the collective to the others until all of them have raised."""
     _prepare(src, dst, mesh_shape, shape)
+    store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == VICTIM:
-        time.sleep(COLLECTIVE_TIMEOUT_SECONDS + SLACK_SECONDS)
+        survivors = [f"survivor {rank}" for rank in range(WORLD) if rank != VICTIM]
+        store.wait(survivors, datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS + SLACK_SECONDS))
         os._exit(EXIT_CODE)
     with sw.enabled(strict=True):
-        return _try(src, dst, mesh_shape, shape)
+        found = _try(src, dst, mesh_shape, shape)
+    store.set(f"survivor {dist.get_rank()}", "")
+    return found
 
 
 def _run(

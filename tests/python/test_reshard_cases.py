@@ -18,6 +18,8 @@ import reshard_cases  # noqa: E402
 from reshard_cases import CASES, Case  # noqa: E402
 from reshard_schemes import SCHEMES, CannotDo, End, figures  # noqa: E402
 
+pytestmark = pytest.mark.any_torch
+
 ROWS = json.loads(reshard_cases.RESULTS.read_text())["rows"]
 CHUNKS = [
     case for case in CASES if all(p == "R" or p.startswith("S(") for e in (case.src, case.dst) for p in e.placements)

@@ -37,7 +37,6 @@ def _on_the_second(function: Callable[..., None], args: tuple[Any, ...]) -> None
 
 
 CASES: list[tuple[Callable[..., Any], int, tuple[Any, ...]]] = [
-    (test_fully_shard_streams._as_unsharded, 3, ("repeated",)),
     (test_fully_shard_streams._equal_bits, 2, ("checkpointed", None)),
     (test_fully_shard_chunks._trains, 2, ((2,),)),
     (test_checkpoint_cut._with_sharded_weights, 4, ()),
