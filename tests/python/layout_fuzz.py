@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +26,12 @@ from test_placements import NAMES, _dim, _part, _random_placement
 _LEFT_PENDING = ("P(sum)", "P(avg)", "P(min)", "P(max)")
 _SHAPES = {1: [(1,), (1, 1)], 2: [(2,), (1, 2)], 3: [(3,)], 4: [(4,), (2, 2)], 5: [(5,)], 6: [(6,), (2, 3), (3, 2)]}
 _SHAPES |= {7: [(7,)], 8: [(8,), (2, 4), (4, 2), (2, 2, 2)]}
+
+# The refusals that a draw may run into: placements of uneven sizes inside another cut, and other pending reductions.
+_REFUSALS = re.compile(
+    r"placements: (sum of the sizes|largest end) of .* must be \d+, the number of elements to cut, got \d+"
+    r"|placements: destination of .* -> P on mesh dim '\w+' must be P\(.*\), got P\("
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,14 +101,18 @@ class Case:
 
 
 def make_cases(seed: str, world_size: int, count: int) -> list[Case]:
-    """Returns the cases of a seed, the same on every rank. Draws again if a layout or plan is refused."""
+    """Returns the cases of a seed, the same on every rank. Draws again if a layout or plan is refused as expected."""
     chance = random.Random(f"{seed} {world_size}")
     cases: list[Case] = []
+    refused: list[str] = []
     while len(cases) < count:
         case = _draw(chance, world_size)
         try:
             sw.plan(*case.layouts, backend="gloo")
-        except ValueError:
+        except ValueError as error:
+            assert _REFUSALS.match(str(error)), f"{case} is refused: {error}"
+            refused.append(str(error))
+            assert len(refused) <= 10 + count / 2, "too many cases are refused:\n" + "\n".join(refused)
             continue
         cases.append(case)
     return cases
