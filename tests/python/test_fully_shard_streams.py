@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import meshes
@@ -21,6 +22,7 @@ from fsdp_models import flat_fully_shard
 from meshes import get_mesh
 from pool import Pool
 from shardwright.fsdp.gradients import Reduction
+from shardwright.fsdp.packing import MoveBatch
 from shardwright.fsdp.units import Unit
 from shardwright.fsdp.weights import Weight
 from test_fully_shard import Model, full, loss_of, parts, shard, tokens_of, train, train_whole
@@ -142,6 +144,28 @@ def _works_of(unit: Unit) -> list[Any]:
     return [work for each in arriving if each is not None for work in each.works]
 
 
+@contextmanager
+def _rank_1_late(name: str) -> Iterator[list[bool]]:
+    """Makes rank 1 start each transfer after rank 0 has. Yields, by transfer, true if it was open after its start."""
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    start = MoveBatch.start
+    were_open: list[bool] = []
+
+    def start_late(batch: MoveBatch, memory: torch.Tensor | None = None) -> None:
+        works = [call.deferred for calls in batch._calls.values() for call in calls]
+        key = f"{name}, transfer {len(were_open)}"
+        if works and rank == 1:
+            store.wait([key])
+        start(batch, memory)
+        if works:
+            were_open.append(not all(work.is_completed() for work in works))
+        if works and rank == 0:
+            store.set(key, "")
+
+    with replaced(MoveBatch, start=start_late):
+        yield were_open
+
+
 def _overlap(prefetch: int | str, overlaps: bool) -> None:
     """The next gather and the previous reduction end before the product of a layer is submitted."""
     model = shard(Model(), flat_fully_shard, get_mesh((2,)), prefetch=prefetch)
@@ -176,7 +200,7 @@ def _overlap(prefetch: int | str, overlaps: bool) -> None:
     for i, layer in enumerate(model.layers):
         handles.append(layer.up.register_forward_pre_hook(in_forward(i)))
         handles.append(layer.down.register_full_backward_pre_hook(in_backward(i)))
-    with replaced(Unit, start_reduction=note_reduction):
+    with replaced(Unit, start_reduction=note_reduction), _rank_1_late(f"prefetch {prefetch}") as were_open:
         loss_of(model, tokens_of(3)).backward()
     for handle in handles:
         handle.remove()
@@ -186,6 +210,7 @@ def _overlap(prefetch: int | str, overlaps: bool) -> None:
         ("reduction", 2, True),
         ("reduction", 1, True),
     ]
+    assert len(were_open) >= 6 and (dist.get_rank() != 0 or all(were_open)), were_open
 
 
 @pytest.mark.parametrize("prefetch, overlaps", [("auto", True), (0, False)])
