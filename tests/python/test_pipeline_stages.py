@@ -98,14 +98,17 @@ def test_overlapping_groups_do_not_hang(pool: Pool) -> None:
 def _only_some_ranks_branch() -> None:
     """Only one submesh takes a branch, in the forward and in the backward."""
     mesh, inside = get_mesh((2, 2)), get_mesh((2, 2), keep=("b",))
-    gradient = torch.ones(4, 6)
+    full, gradient = (oracle.global_tensor((4, 6), torch.float32, seed) for seed in (1, 2))
     with sw.enabled(strict=True):
-        local = torch.ones(2, 6, requires_grad=True)
+        local = dtensors.my_local(full, inside, ["S(0)"]).requires_grad_()
         moved = dtensors.wrap(local, inside, (4, 6), ["S(0)"])
         if mesh.get_local_rank("a") == 1:
             moved = moved.redistribute(inside, dtensors.to_placements(["S(1)"]))
-        moved.redistribute(inside, dtensors.to_placements(["R"])).to_local().backward(gradient.to(meshes.device))
-    assert torch.equal(local.grad, torch.ones(2, 6))
+        result = moved.redistribute(inside, dtensors.to_placements(["R"]))
+        dtensors.check(result, full, ["R"])
+        result.to_local().backward(gradient.to(meshes.device))
+    wrong = oracle.difference(local.grad, dtensors.my_local(gradient, inside, ["S(0)"]))
+    assert wrong is None, wrong
 
 
 def test_one_submesh_takes_branch(pool: Pool) -> None:
