@@ -25,28 +25,28 @@ def _source(src: Sequence[str]) -> torch.Tensor:
     return dtensors.distribute(oracle.global_tensor((8, 8), torch.float32, 1, True), get_mesh((2, 2)), src)
 
 
-def _counted(src: Sequence[str], dst: Sequence[str]) -> tuple[int, list[str]]:
+def _counted(src: Sequence[str], dst: Sequence[str]) -> tuple[int, int, list[str]]:
+    """Returns the number of collectives that the mode counts, the number of the plan's steps, and the operators."""
     source = _source(src)
     with sw.enabled(strict=True), CommDebugMode() as mode:
         source.redistribute(source.device_mesh, dtensors.to_placements(dst))
-    return mode.get_total_counts(), sorted(str(packet) for packet in mode.get_comm_counts())
+    layouts = [sw.Layout(sw.Mesh({"a": 2, "b": 2}), source.shape, placements) for placements in (src, dst)]
+    steps = [step for step in sw.plan(*layouts, backend="gloo").steps if step.op != "slice"]
+    return mode.get_total_counts(), len(steps), sorted(str(packet) for packet in mode.get_comm_counts())
 
 
 @pytest.mark.parametrize(
-    ("src", "dst", "communicates"),
+    ("src", "dst", "steps"),
     [
-        (["S(0)", "R"], ["R", "R"], True),
-        (["S(0)", "S(0)"], ["R", "R"], True),
-        (["S(0)", "R"], ["S(1)", "R"], True),
-        (["P(sum)", "R"], ["R", "R"], True),
-        (["P(sum)", "R"], ["S(0)", "R"], True),
-        (["R", "R"], ["S(0)", "S(1)"], False),
-        (["S(0)", "S(1)"], ["S(0)", "S(1)"], False),
+        (["S(0)", "R"], ["S(1)", "R"], 1),
+        (["P(sum)", "S(0)"], ["R", "S(1)"], 2),
+        (["R", "R"], ["S(0)", "S(1)"], 0),
+        (["S(0)", "S(1)"], ["S(0)", "S(1)"], 0),
     ],
 )
-def test_comm_debug_mode_counts_steps(pool: Pool, src: list[str], dst: list[str], communicates: bool) -> None:
-    for total, operators in pool.run(_counted, WORLD, src, dst):
-        assert (total > 0) == communicates
+def test_comm_debug_mode_counts_steps(pool: Pool, src: list[str], dst: list[str], steps: int) -> None:
+    for total, planned, operators in pool.run(_counted, WORLD, src, dst):
+        assert total == planned == steps
         assert all("c10d" in operator or "_dtensor" in operator for operator in operators), operators
 
 
