@@ -258,14 +258,16 @@ def _on_two_streams(rank: int, size: int, path: str, async_op: bool) -> None:
     done = torch.Event(device=DEVICE)
     native.synchronize()
     with first_stream:
-        native.sleep(400)
+        native.sleep(600)
         result = by_rows.start(async_op) + 0
         done.record(first_stream)
     with second_stream:
         second = by_columns.start()
     second_stream.synchronize()
-    time.sleep(0.1)  # time for the work after the program on the first stream; shorter than its sleep
-    assert done.query(), "two communicators were used at the same time"
+    deadline = time.monotonic() + 0.4  # time for the work after the program; shorter than the sleep before it
+    while not done.query():
+        assert time.monotonic() < deadline, "two communicators were used at the same time"
+        time.sleep(0.001)
     by_rows.check(result)
     by_columns.check(second)
 

@@ -202,14 +202,16 @@ def _not_at_the_same_time(rank: int, size: int, path: str, layer_is_first: bool)
     done = torch.Event(device="asyncdev")
     native.synchronize()
     with streams[0]:
-        native.sleep(400)
+        native.sleep(600)
         early = first()
         done.record(streams[0])
     with streams[1]:
         late = second()
     streams[1].synchronize()
-    time.sleep(0.1)  # time for the work after the communication on the first stream; shorter than its sleep
-    assert done.query(), "two communicators were used at the same time"
+    deadline = time.monotonic() + 0.4  # time for the work after the communication; shorter than the sleep before it
+    while not done.query():
+        assert time.monotonic() < deadline, "two communicators were used at the same time"
+        time.sleep(0.001)
     of_layer, moved = (early, late) if layer_is_first else (late, early)
     move.check(moved)
     assert of_layer.eq(2).all()

@@ -164,15 +164,29 @@ def test_bars_reach_their_totals_on_rank_0(pool: Pool, tmp_path: pathlib.Path) -
     assert first["load without"] == first["calibrate without"] == []
 
 
-# Takes the place of a compiler: makes two files, one after the other.
-_COMPILES = ["sh", "-c", "touch a.o; sleep 0.5; touch b.o; sleep 0.5"]
+# Takes the place of a compiler: makes one file, and another once the first has been counted.
+_COMPILES = ["sh", "-c", "touch a.o; for i in $(seq 6000); do [ -e counted ] && break; sleep 0.01; done; touch b.o"]
+
+
+def _record_counts(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the compilation in `folder` continue when a bar shows its first file."""
+
+    class Counted(_Recorded):
+        def show(self, done: int, note: str = "") -> None:
+            super().show(done, note)
+            if done == 1:
+                (folder / "counted").touch()
+
+    _Recorded.made.clear()
+    monkeypatch.setattr(progress_bar, "Bar", Counted)
 
 
 @pytest.mark.any_torch
 def test_progress_of_a_build_without_a_terminal(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(source_build, "_SECONDS_BETWEEN_LINES", 0.1)
+    _record_counts(tmp_path, monkeypatch)
+    monkeypatch.setattr(source_build, "_SECONDS_BETWEEN_LINES", 0.05)
     source_build._wait(subprocess.Popen(_COMPILES, cwd=tmp_path), tmp_path, 2)
     lines = capsys.readouterr().err.splitlines()
     assert lines[-1] == "shardwright: 2 of at most 2 files compiled"
@@ -181,10 +195,9 @@ def test_progress_of_a_build_without_a_terminal(
 
 @pytest.mark.any_torch
 def test_progress_of_a_build_on_a_terminal(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress_bar, "Bar", _Recorded)
-    monkeypatch.setattr(source_build, "_SECONDS_BETWEEN_UPDATES", 0.1)
+    _record_counts(tmp_path, monkeypatch)
+    monkeypatch.setattr(source_build, "_SECONDS_BETWEEN_UPDATES", 0.05)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    _Recorded.made.clear()
     source_build._wait(subprocess.Popen(_COMPILES, cwd=tmp_path), tmp_path, 2)
     (bar,) = _Recorded.made
     assert bar.facts() == ("shardwright: compiling", 2, True, True)
