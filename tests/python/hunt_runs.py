@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -49,7 +49,19 @@ def _real(tensor: torch.Tensor) -> torch.Tensor:
     return (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).double()
 
 
-def difference(what: str, got: Any, right: Any, tolerance: float) -> str | None:
+class Tolerance(NamedTuple):
+    """The largest norm of an error: a part of the norm of the right tensor, and a constant."""
+
+    relative: float
+    absolute: float
+
+
+EXACT = Tolerance(2e-4, 1e-5)
+# Rounding to bfloat16 is off by up to half of a norm in 36 cases. Missing or doubled gradients are off by all of it.
+ROUGH = Tolerance(0.8, 0.02)
+
+
+def difference(what: str, got: Any, right: Any, tolerance: Tolerance) -> str | None:
     """Describes how a local tensor differs from its part of the unsharded tensor `right`. Returns None if equal."""
     if got is None or right is None:
         if got is None and right is None:
@@ -59,10 +71,10 @@ def difference(what: str, got: Any, right: Any, tolerance: float) -> str | None:
     local = _real(local_of(got))
     if local.shape != right.shape:
         return f"{what} has shape {tuple(local.shape)}, not {tuple(right.shape)}"
-    scale = max(1.0, float(right.abs().max())) if right.numel() else 1.0
-    if local.numel() == 0 or bool(((local - right).abs() <= tolerance * scale).all()):
+    error, norm = float((local - right).norm()), float(right.norm())
+    if error <= tolerance.relative * norm + tolerance.absolute:
         return None
-    return f"{what} is off by {float((local - right).abs().max()):.3g} of {scale:.3g}"
+    return f"{what} is off by {error:.3g} of {norm:.3g}"
 
 
 class Run(Passes):

@@ -8,11 +8,13 @@ from __future__ import annotations
 import os
 
 import pytest
+import torch
 
 import fuzz
 import hunt
 import hunt_cases
 from hunt_cases import Block, Case, Step
+from hunt_runs import EXACT, ROUGH, difference
 from pool import Pool
 
 CASES = 60
@@ -23,6 +25,15 @@ FOUND = [
 ]
 
 
+def test_missing_and_doubled_gradients_differ() -> None:
+    right = torch.tensor([0.1, -0.2, 0.3])
+    for tolerance in (EXACT, ROUGH):
+        assert difference("gradient", right.clone(), right, tolerance) is None
+        for wrong in (right * 0, right * 2, right * torch.nan):
+            assert difference("gradient", wrong, right, tolerance) is not None
+    assert difference("gradient", right.bfloat16(), right, ROUGH) is None
+
+
 @pytest.mark.cpu_only("tensors are made on the CPU")
 @pytest.mark.long
 def test_every_step_is_right_or_raises_on_all_ranks(pool: Pool) -> None:
@@ -30,13 +41,17 @@ def test_every_step_is_right_or_raises_on_all_ranks(pool: Pool) -> None:
     print(f"SHARDWRIGHT_FUZZ_SEED={first}")
     count = int(CASES * float(os.environ.get("SHARDWRIGHT_FUZZ_SCALE", "1")))
     cases = FOUND + [hunt_cases.draw(first + i) for i in range(count)]
-    verdicts = []
+    verdicts, invalid = [], 0
     for begin in range(0, len(cases), hunt.CHUNK):
         chunk = cases[begin : begin + hunt.CHUNK]
         for case, verdict in zip(chunk, hunt.Hunt(pool, 2).run(chunk, "shardwright"), strict=True):
             if verdict.kind == hunt.INVALID:  # the unsharded model fails too
+                invalid += 1
                 continue
             assert verdict.is_right, f"{verdict.kind} in step {verdict.step}: {case}\n{verdict.text}"
             verdicts.append(verdict)
     print(hunt.table(verdicts))
-    assert sum(verdict.kind == hunt.EQUAL for verdict in verdicts) > len(verdicts) / 2
+    equal = sum(verdict.kind == hunt.EQUAL for verdict in verdicts)
+    if (first, count) == (fuzz.DEFAULT_SEED, CASES):  # torch versions differ in a few errors
+        assert equal >= 46 and invalid <= 2, f"{equal} equal, {invalid} invalid, of {len(cases)}"
+    assert equal > len(verdicts) / 2
