@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.func import functional_call
+from torch.nn.utils import prune
 
 import shardwright as sw
 from compilers import MODES, compiled
@@ -147,6 +149,78 @@ def _state_dicts_between_uses() -> None:
 
 def test_state_dicts_between_uses(pool: Pool) -> None:
     pool.run(_state_dicts_between_uses, 2)
+
+
+def _load_other(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, list[Any], list[Any]]:
+    """Returns a loss, the parameters that it was computed from, and those that the model has afterwards."""
+    used = list(model.parameters())
+    loss = loss_of(model, x)
+    model.load_state_dict({name: 2 * value for name, value in model.state_dict().items()}, assign=True)
+    return loss, used, list(model.parameters())
+
+
+def _call_functionally(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, list[Any], list[Any]]:
+    own = dict(model.named_parameters())
+    others = {name: nn.Parameter(2 * p.detach()) for name, p in own.items()}
+    used = list(others.values())  # the call writes the parameters that modules have after it to `others`
+    return functional_call(model, others, (x,)).square().mean(), used, list(own.values())
+
+
+def _evaluate_others(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, list[Any], list[Any]]:
+    own = dict(model.named_parameters())
+    loss = loss_of(model, x)
+    with torch.no_grad():
+        functional_call(model, {name: 2 * p for name, p in own.items()}, (x,))
+    return loss, list(own.values()), list(own.values())
+
+
+def _replaces_before_the_backward() -> None:
+    """A backward uses the parameters of its forward, and leaves those that the model has by then."""
+    torch.manual_seed(0)
+    unsharded = nn.Sequential(nn.Linear(10, 7), nn.Linear(7, 3))
+    for stays in (False, True):
+        model = copy.deepcopy(unsharded)
+        for module in (*model, model):
+            sw.fully_shard(module, mesh=get_mesh((2,)), reshard_after_forward=not stays)
+        for replace in (_call_functionally, _evaluate_others, _load_other, _evaluate_others):
+            loss, used, kept = replace(model, batch(0))
+            loss.backward()
+            assert [id(p) for p in model.parameters()] == [id(p) for p in kept]
+            values = [full(p).detach().requires_grad_() for p in used]
+            outputs = functional_call(
+                unsharded, dict(zip(model.state_dict(), values)), torch.cat([batch(0, 0), batch(0, 1)])
+            )
+            for p, gradient in zip(used, torch.autograd.grad(outputs.square().mean(), values), strict=True):
+                torch.testing.assert_close(full(p.grad), gradient)
+                p.grad = None
+
+    # A forward with other parameters, between a forward and its backward.
+    model = nn.Sequential(nn.Linear(10, 3))
+    sw.fully_shard(model, mesh=get_mesh((2,)))
+    loss = loss_of(model, batch(0))
+    with pytest.raises(RuntimeError, match="must run before a later forward with gradients"):
+        (loss + _call_functionally(model, batch(0))[0]).backward()
+    # Values that were computed from the parameters.
+    doubled = {name: 2 * p for name, p in model.named_parameters()}
+    with torch.no_grad():
+        functional_call(model, doubled, (batch(0),))
+    with pytest.raises(RuntimeError, match="got another parameter, a DTensor that is not a leaf"):
+        functional_call(model, doubled, (batch(0),))
+    loss_of(model, batch(0)).backward()
+    prune.identity(model[0], "weight")
+    with pytest.raises(
+        RuntimeError, match="weight must stay a DTensor parameter .*, got another parameter, a NoneType"
+    ):
+        model(batch(0))
+
+    tied: Any = shard(Mlp(), flat_fully_shard, get_mesh((2,)))
+    tied.leave.weight = nn.Parameter(2 * tied.enter.weight.detach())
+    with pytest.raises(RuntimeError, match="enter.weight must stay tied"):
+        tied(batch(0))
+
+
+def test_parameters_replaced_before_the_backward(pool: Pool) -> None:
+    pool.run(_replaces_before_the_backward, 2)
 
 
 def _optimizer_steps_after_conversions() -> None:

@@ -410,7 +410,7 @@ def _after_an_error() -> None:
     unit = model.layers[1]._shardwright_unit.unit
     gather = unit.adopt_changes
 
-    def fail() -> None:
+    def fail(*_: Any) -> None:
         raise _Interrupted
 
     unit.adopt_changes = fail

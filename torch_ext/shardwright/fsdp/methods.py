@@ -17,7 +17,8 @@ from ..runtime.agreement import MeshWords
 from .chunks import linear_forward
 from .reads import SavedWeightHooks
 from .runner import Runner
-from .units import Unit, UnitOptions, by_mesh, forget_written_copies
+from .unit_options import UnitOptions
+from .units import Unit, by_mesh, forget_written_copies
 
 # Attribute of a module: the state of its unit, an object with attributes `unit` and `runner` (or None).
 ATTRIBUTE = "_shardwright_unit"

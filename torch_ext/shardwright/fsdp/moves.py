@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,9 @@ _numbers = itertools.count(1)  # numbers of optimizer steps; shared by all param
 _is_registered = False  # the hooks of optimizers are registered
 
 
+Version: TypeAlias = tuple[nn.Parameter, tuple[int, ...]]  # a sharded parameter and its version
+
+
 def watch(parameter: nn.Parameter) -> None:
     """Starts to detect optimizer steps that write this parameter. The call itself counts as a write."""
     global _is_registered
@@ -36,6 +39,11 @@ def watch(parameter: nn.Parameter) -> None:
         _is_registered = True
         register_optimizer_step_pre_hook(_check_parameters)
         register_optimizer_step_post_hook(_note_step)
+
+
+def is_watched(parameter: nn.Parameter) -> bool:
+    """Returns true if optimizer steps that write this parameter are detected."""
+    return _WRITTEN in parameter.__dict__
 
 
 def mark_full(parameter: nn.Parameter, name: str) -> None:
@@ -65,6 +73,11 @@ def version_of_plain(parameter: nn.Parameter) -> tuple[int, ...]:
     if _WRITTEN not in parameter.__dict__:
         watch(parameter)
     return parameter._version, parameter.__dict__[_WRITTEN]
+
+
+def versions_differ(before: list[Version], now: list[Version]) -> bool:
+    """Returns true if parameters were replaced or written between two lists of their versions."""
+    return len(before) != len(now) or any(a is not b or i != j for (a, i), (b, j) in zip(before, now))
 
 
 def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -29,8 +29,9 @@ from torch.distributed.tensor import DTensor
 
 from ..runtime.executables import put_bounded
 from . import extensions
+from .moves import Version, versions_differ
 from .units import Unit
-from .weights import Version, Weight, by_storage, versions_differ
+from .weights import Weight, by_storage
 
 _Pack = Callable[[torch.Tensor], Any]
 _Unpack = Callable[[Any], torch.Tensor]
@@ -45,7 +46,7 @@ class _SavedWeight(NamedTuple):
     weight: Weight
     unit: Unit
     forward: int  # number of the forward that saved it; 0 outside of all forwards of its unit
-    version: tuple[int, ...]  # versions of the parameter and of the tensor when it was saved
+    version: tuple[Any, ...]  # `_versions_of` when it was saved
 
 
 class _SavedTensor(NamedTuple):
@@ -115,7 +116,15 @@ def note_forward(unit: Unit, forward: int, is_in_graph: bool = False) -> None:
 
 
 def check_backward(unit: Unit, forward: int) -> None:
-    """Makes the backward fail at its end if parameters were written since a forward that could not pack them."""
+    """Makes the backward fail at its end if parameters were replaced in a later forward, or written since a forward
+    that could not pack them."""
+    if forward <= unit.last_replaced_forward:
+        unit.fail_backward(
+            RuntimeError(
+                f"a backward of {unit.name} must run before a later forward with gradients that has other parameters, "
+                "got a backward after it"
+            )
+        )
     before = _versions_without_hooks.get(unit, {}).get(forward)
     if before is not None and versions_differ(before, unit.versions):
         unit.fail_backward(written_error(f"parameters of {unit.name} were"))
@@ -172,10 +181,11 @@ def unpack(saved: Any) -> torch.Tensor:
     return tensor
 
 
-def _versions_of(weight: Weight, tensor: torch.Tensor) -> tuple[int, ...]:
-    """Returns the versions of a parameter and of a tensor in the storage of its weight. Gathers do not change them."""
+def _versions_of(weight: Weight, tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Returns a value that changes with each write to a parameter or to a tensor in the storage of its weight, and with
+    each replacement of the parameter. Gathers do not change it."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return *weight.version, local._version
+    return *weight.source, local._version
 
 
 def _without_graph(tensor: torch.Tensor) -> torch.Tensor:

@@ -56,6 +56,7 @@ class Runner(Departures):
         self._index = {id(unit): index for index, unit in enumerate(units)}
         for unit in units:
             unit.runner = weakref.ref(self)
+            unit.last_replaced_forward = 0
         self._plans: dict[Key, Plan] = {}  # schedules, oldest first
         self._arena = torch.empty(0, dtype=torch.uint8)  # memory of scheduled gathers; grows with the schedules
         self.open: list[int] = []  # indices of open units, ascending
@@ -70,7 +71,7 @@ class Runner(Departures):
         self._backward_callback: weakref.ref[object] | None = None
         self._recomputed: set[int] = set()  # units whose forward is recomputed within their own backward
         self._activations = scheduler.StepActivations(None)  # sharded activations (`checkpoint_cut`) of the sequence
-        self._num_forwards = 0  # forwards so far; numbers them from 1
+        self.num_forwards = 0  # forwards so far; numbers them from 1
         # By sequence, in order: its first forward, and the units that multiply in chunks (`Plan.units_in_chunks`).
         self._chunked_by_sequence: list[tuple[int, frozenset[int]]] = []
         self._stream: torch.Stream | None = None  # stream of the last use
@@ -102,18 +103,18 @@ class Runner(Departures):
         elif self._backward_callback is not None:
             self.abort()  # the backward has failed
         was_open = unit.is_open
-        self._num_forwards += 1
-        unit.forwards.append(self._num_forwards)
+        self.num_forwards += 1
+        unit.forwards.append(self.num_forwards)
         if not was_open:
             bisect.insort(self.open, self._index[id(unit)])
-            unit.adopt_changes()
+            unit.adopt_changes(torch.is_grad_enabled() and not in_backward)
             self._change_use("recompute" if in_backward else "forward")
         elif in_backward:
             self._recomputed.add(self._index[id(unit)])
         # A recomputation multiplies like the forward that it repeats: the latest one whose backward runs.
         begun = [forward for each in self.units for forward in each.backwards] if in_backward else []
-        self._to_unsharded(unit, max(begun, default=self._num_forwards))
-        return self._num_forwards
+        self._to_unsharded(unit, max(begun, default=self.num_forwards))
+        return self.num_forwards
 
     def _to_unsharded(self, unit: Unit, forward: int) -> None:
         """Gives the modules unsharded parameters, or matmuls in chunks if the sequence of this forward has those."""
@@ -234,6 +235,8 @@ class Runner(Departures):
                 self.abort()
                 raise
 
+        for unit in (each for each in self.units if not each.forwards):
+            unit.adopt_for_backward()
         self._backward_callback = weakref.ref(end, functools.partial(_to_sharded_after_failure, weakref.ref(self)))
         torch.autograd.Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
         if self._key is not None:  # otherwise a sequence begins, which is an event too
@@ -382,12 +385,12 @@ class Runner(Departures):
         for chunks in self._chunked_units:
             chunks.begin_step()
         if self._chunked_units:
-            first = self._num_forwards + (key.kind == "backward")
+            first = self.num_forwards + (key.kind == "backward")
             self._chunked_by_sequence.append((first, frozenset() if self._plan is None else self._plan.units_in_chunks))
             del self._chunked_by_sequence[:-MAX_USES]
         for unit in self.units:
-            if not unit.forwards:  # `begin_forward` has done this for the unit that opens
-                unit.adopt_changes()
+            if not unit.forwards and not is_in_backward():  # `begin_forward` has done this for the unit that opens
+                unit.adopt_changes(key.records)
         self._forget_written_copies()
         scaled = [unit for unit in self.units if any(w.gather.format.needs_amax for w in unit.weights)]
         for unit in scaled:

@@ -16,7 +16,6 @@ Terms of this file and of its users:
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 import weakref
@@ -31,41 +30,10 @@ from .._native import _runtime
 from . import offload, packing
 from .gather import set_scales
 from .gradients import Reduction
+from .moves import Version, versions_differ
 from .packing import DeferredWork, MoveBatch, aligned, empty_bytes
-from .weights import DtypesOf, Version, Weight, versions_differ
-
-
-@dataclasses.dataclass
-class UnitOptions:
-    """Options of a unit that the methods of its modules set (methods.py)."""
-
-    keep_gathered: bool  # keep it gathered from the first use of a step to the last
-    keep_between_steps: bool = False  # keep it gathered after a step
-    reduces: bool = True  # reduce gradients in backwards
-    reduces_over_replicas: bool = True  # reduce them also over mesh dims on which weights are replicated
-    reduces_unused: bool = False  # give weights without a gradient on any rank a gradient of zeros
-    divides_by: float | None = None  # divisor of summed gradients; None: average
-    gradient_hook: Callable[[torch.Tensor], None] | None = None  # called with each reduced gradient
-    # Units to gather when a forward or a backward of this unit begins.
-    forward_prefetch: list[weakref.ref[Any]] = dataclasses.field(default_factory=list)
-    backward_prefetch: list[weakref.ref[Any]] = dataclasses.field(default_factory=list)
-
-    def prefetch(self, kind: str) -> list[Any]:
-        """Returns the units to gather when a use of this kind ("forward" or "backward") of this unit begins."""
-        found = self.backward_prefetch if kind == "backward" else self.forward_prefetch
-        return [unit for unit in (reference() for reference in found) if unit is not None]
-
-    def hooked(self, add: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
-        """Returns a function that calls `gradient_hook`, if there is one, with a reduced gradient, and then `add`."""
-        hook = self.gradient_hook
-        if hook is None:
-            return add
-
-        def add_after_hook(gradient: torch.Tensor) -> None:
-            hook(gradient)
-            add(gradient)
-
-        return add_after_hook
+from .unit_options import UnitOptions
+from .weights import DtypesOf, Weight
 
 
 def options_key(units: Sequence[Unit]) -> Hashable:
@@ -99,6 +67,7 @@ class Unit:
         self.weights = weights
         self.forwards: list[int] = []  # numbers of the forwards that are running, innermost last
         self.backwards: set[int] = set()  # numbers of forwards whose backward has begun and not ended
+        self.last_replaced_forward = 0  # number of the last forward with gradients of former parameters; 0: none
         self.is_resident = False  # gathered, or being gathered
         self.is_in_graph = False  # the events of the running forward are operators in a compiled graph (graphs.py)
         self.is_called_by_compiled_code = False  # compiled code called the running forward, but its hooks are eager
@@ -265,10 +234,18 @@ class Unit:
         """The current sharded parameters and their versions."""
         return [(weight.sharded, weight.version) for weight in self.weights]
 
-    def adopt_changes(self) -> None:
-        """Adopts parameters that users have replaced, frozen or unfrozen between uses."""
+    def adopt_changes(self, is_trained: bool = True) -> None:
+        """Adopts parameters that users have replaced, frozen or unfrozen between uses. `is_trained`: for gradients."""
         for weight in self.weights:
-            weight.adopt_changes()
+            weight.adopt_changes(is_trained)
+        replaced = [weight.note_trained() for weight in self.weights if is_trained]
+        if any(replaced) and self.runner is not None and (runner := self.runner()) is not None:
+            self.last_replaced_forward = runner.num_forwards - len(self.forwards)  # without the forward that begins
+
+    def adopt_for_backward(self) -> None:
+        """Adopts the parameters of the latest forward with gradients."""
+        for weight in self.weights:
+            weight.adopt_for_backward()
 
     @property
     def is_converted(self) -> bool:

@@ -18,7 +18,6 @@ from typing import Any, Protocol, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from .._native import _runtime
 from ..layouts.layout import Layout
@@ -29,8 +28,9 @@ from .formats import Dtypes, with_dtype
 from .gather import Move, ScaleRequest, WeightGather
 from .gradients import GradientMixin, Gradients
 from .layouts import Layouts, empty, has_arithmetic, local_of, most_bytes
-from .moves import Moves
+from .moves import Moves, Version, versions_differ
 from .packing import Pair, aligned
+from .registrations import Registrations
 
 
 class Product(Protocol):
@@ -47,7 +47,6 @@ class Product(Protocol):
 # Weights by the addresses of the StorageImpls of their full weights, which do not change between gathers.
 by_storage: weakref.WeakValueDictionary[int, Weight] = weakref.WeakValueDictionary()
 
-Version: TypeAlias = tuple[nn.Parameter, tuple[int, ...]]  # a sharded parameter and its version
 # A function of a parameter's name, the parameter, its owners and its layouts. It returns its dtypes and its product.
 DtypesOf: TypeAlias = Callable[
     [str, nn.Parameter, "Sequence[tuple[nn.Module, str]]", Layouts], "tuple[Dtypes, Product | None]"
@@ -78,9 +77,7 @@ class Weight(GradientMixin):
             "keep it gathered (module.unshard(), reshard_after_forward=False), or save it for a backward by "
             "ctx.save_for_backward"
         )
-        # References to modules are weak, because modules refer to weights. So a model is freed without a cycle.
-        self._owners = [(weakref.ref(module), name) for module, name in owners]
-        self._registrations = [(module._parameters, name) for module, name in owners]  # where modules look it up
+        self.registrations = Registrations(owners)
         self._host_copies = host_copies
         super().__init__(host_copies)
         self._is_read = False  # a module has read it other than by `product`, so each gather decodes it
@@ -94,7 +91,8 @@ class Weight(GradientMixin):
         moves.watch(self.sharded)
         held = None if layouts.store is layouts.shards else _shard_of(local, layouts, layouts.shards)
         self._set_up(layouts, dtypes, product, held)
-        self._set_on_modules(self.sharded)
+        self._trained = self.sharded  # the parameter of the latest forward with gradients
+        self.registrations.set(self.sharded)
         tensor_owners.add(self)
 
     def _set_up(self, layouts: Layouts, dtypes: Dtypes, product: Product | None, held: torch.Tensor | None) -> None:
@@ -171,8 +169,7 @@ class Weight(GradientMixin):
     @property
     def _current_local_tensor(self) -> torch.Tensor | None:
         """The local tensor of the sharded parameter that the module has now; None if that is no DTensor."""
-        parameters, name = self._registrations[0]
-        found: Any = parameters[name]
+        found = self.registrations.first
         return getattr(self.sharded if found is self.unsharded else found, "_local_tensor", None)
 
     @property
@@ -195,6 +192,7 @@ class Weight(GradientMixin):
     def convert(self, dtypes_of: DtypesOf) -> None:
         """Adopts the current dtype and device of the module's parameter. Must be called between steps."""
         self._adopt_parameter()
+        self.note_trained()
         if self.product is not None:
             self.product.end(self)
         layouts = self.layouts if self.part.dtype == self._dtype else self.layouts.with_dtype(self.part.dtype)
@@ -224,13 +222,12 @@ class Weight(GradientMixin):
     @property
     def owners(self) -> list[tuple[nn.Module, str]]:
         """The modules that have the parameter, and its name in each."""
-        return [(module, name) for reference, name in self._owners if (module := reference()) is not None]
+        return self.registrations.owners
 
     @property
     def current(self) -> nn.Parameter:
         """The sharded parameter that modules have now. Users may have replaced it since the last step."""
-        parameters, name = self._registrations[0]
-        found = parameters[name]
+        found: nn.Parameter | None = self.registrations.first
         return self.sharded if found is None or found is self.unsharded else found
 
     @property
@@ -264,28 +261,31 @@ class Weight(GradientMixin):
         """The shard that gathers read, before a copy from the host."""
         return self.part if self._held_shard is None else self._held_shard
 
-    def _set_on_modules(self, parameter: nn.Parameter) -> None:
-        """Makes this the parameter of the owners."""
-        for parameters, name in self._registrations:
-            parameters[name] = parameter
-
     def to_unsharded(self) -> None:
         """Gives the owners the unsharded parameter; with a product, also the class that multiplies by messages."""
-        self._set_on_modules(self.unsharded)
+        self.registrations.set_unsharded(self.unsharded, self.sharded)
         if self.product is not None:
             self.product.begin(self)
 
     def to_sharded(self) -> None:
-        """Gives the owners the sharded parameter, unless users have replaced the unsharded one."""
+        """Gives the owners the sharded parameter, or the one that users have replaced it by."""
         if self.product is not None:
             self.product.end(self)
-        for parameters, name in self._registrations:
-            if parameters[name] is self.unsharded:
-                parameters[name] = self.sharded
+        self.registrations.set_sharded(self.unsharded, self.sharded)
 
-    def adopt_changes(self) -> None:
-        """Adopts a parameter that users have replaced or frozen. Raises RuntimeError if it cannot be gathered."""
-        self._adopt_parameter()
+    def note_trained(self) -> bool:
+        """Notes that a forward with gradients uses the parameter. Returns true if the previous one used another."""
+        former, self._trained = self._trained, self.sharded
+        return former is not self.sharded
+
+    def adopt_for_backward(self) -> None:
+        """Adopts the parameter of the latest forward with gradients."""
+        self.sharded = self._trained
+
+    def adopt_changes(self, is_trained: bool = True) -> None:
+        """Adopts a parameter that users have replaced or frozen. Raises RuntimeError if it cannot be gathered, or, with
+        `is_trained`, cannot get a gradient."""
+        self._adopt_parameter(is_trained)
         part = self.local_part
         if part.dtype != self._dtype or part.device.type != self._part_device_type:
             raise RuntimeError(
@@ -297,23 +297,19 @@ class Weight(GradientMixin):
             self.unsharded.requires_grad_(self.sharded.requires_grad)
             self._watch()
 
-    def _adopt_parameter(self) -> None:
+    def _adopt_parameter(self, is_trained: bool = False) -> None:
         """Adopts the module's current parameter as `sharded`. Raises RuntimeError if its layout or device differs."""
-        parameters, name = self._registrations[0]
-        found: Any = parameters[name]
-        if found is not self.unsharded and found is not self.sharded:
-            placements = self.layouts.placements
-            fits = isinstance(found, DTensor) and found.shape == self.sharded.shape and found.device_mesh == self.mesh
-            if not fits or tuple(found.placements) != placements:
-                raise RuntimeError(
-                    f"{self.name} must stay a DTensor parameter of shape {tuple(self.sharded.shape)} with {placements} "
-                    f"on the mesh of sw.fully_shard, got another parameter, a {type(found).__name__}"
-                )
+        found = self.registrations.first
+        if found is self.unsharded:  # a forward without gradients may have adopted another parameter meanwhile
+            found = self.sharded = self._trained
+        self.registrations.check(self.name, found, self.unsharded, self.sharded, is_trained)
+        if found is not self.sharded:
             if self.has_gradient:
                 before = "Before that, run a backward that reduces gradients, or call finalize_backward()"
                 raise RuntimeError(f"{self.name} was replaced while its gradient waits for a reduction. {before}")
             self.sharded = found
-            self.watch_again()
+            self.registrations.set(found)
+            self.watch_again(is_written=not moves.is_watched(found))  # a former parameter that returns was not written
         part = self.local_part
         if part.device.type not in (self._shard_device_type, "meta"):
             raise RuntimeError(
@@ -350,9 +346,10 @@ class Weight(GradientMixin):
         self._held_version = (self.sharded, self.version) if is_prepared else None
         self.gather.scale_source = self.source if is_prepared else None
 
-    def watch_again(self) -> None:
-        """Detects writes again after the parameter or its local tensor was replaced. With offload, pins its memory."""
-        moves.watch(self.sharded)
+    def watch_again(self, is_written: bool = True) -> None:
+        """Detects writes after a replacement, which counts as a write if `is_written`. With offload, pins memory."""
+        if is_written:
+            moves.watch(self.sharded)
         if self._host_copies is not None and self.part.device.type == "cpu":
             self.sharded._local_tensor = self._host_copies.to_host_memory(self.part)  # type: ignore[attr-defined]
 
@@ -472,11 +469,6 @@ class Weight(GradientMixin):
             self.extension.release()
         if not self.is_replicated and not self.memory.is_meta:
             _runtime.release_memory(self.memory, self._read_error)
-
-
-def versions_differ(before: list[Version], now: list[Version]) -> bool:
-    """Returns true if parameters were replaced or written between two lists of their versions."""
-    return len(before) != len(now) or any(a is not b or i != j for (a, i), (b, j) in zip(before, now))
 
 
 def _shard_of(local: torch.Tensor, layouts: Layouts, layout: Layout) -> torch.Tensor:
