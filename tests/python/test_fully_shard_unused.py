@@ -117,25 +117,34 @@ def test_gradients_that_wait_for_replicas_are_reduced(pool: Pool, ends: str) -> 
 
 
 def _freezes_before_the_backward() -> None:
-    """As a generator is trained through its discriminator, whose weights are frozen during the backward."""
+    """As a discriminator is trained, and a generator through it. A backward heeds the flags that it finds."""
     mesh = get_mesh((2,))
-    model: Any = Routed()
-    expected = copy.deepcopy(model)
-    sw.fully_shard(model, mesh=mesh)
-    for step in range(3):
-        batches = torch.randn(2, 3, WIDTH, generator=torch.Generator().manual_seed(step))
-        output = model(batches[dist.get_rank()].clone().requires_grad_(), 0)
+    for reshards in (True, False):
+        model: Any = Routed()
+        expected = copy.deepcopy(model)
+        sw.fully_shard(model, mesh=mesh, reshard_after_forward=reshards)
+        for step in range(3):
+            batches = torch.randn(2, 3, WIDTH, generator=torch.Generator().manual_seed(step))
+            own = batches[dist.get_rank()]
+            output = model(own.clone().requires_grad_(), 0)
+            model.requires_grad_(False)
+            output.sum().backward()
+            assert all(p.grad is None for p in model.parameters())
+            model.requires_grad_(True)
+            loss = model(own, 0).pow(3).sum()
+            model.requires_grad_(False)
+            loss = loss + model(own.clone().requires_grad_(), 0).sum()
+            model.requires_grad_(True)
+            loss.backward()
+            (expected(batches, 0).pow(3).sum() / 2).backward()
+            _check_gradients(model, expected)
+        model.unshard()
         model.requires_grad_(False)
-        output.sum().backward()
-        model.requires_grad_(True)
-        model.zero_grad()
-        model(batches[dist.get_rank()], 0).pow(3).sum().backward()
-        (expected(batches, 0).pow(3).sum() / 2).backward()
-        _check_gradients(model, expected)
-    model.requires_grad_(False)
-    for _ in range(2):
-        model(batches[0].clone().requires_grad_(), 0).sum().backward()
-    assert not getattr(model, ATTRIBUTE).runner.reductions.comparisons.started
+        assert not model(own, 0).requires_grad
+        assert not any(p.requires_grad for p in model.parameters())
+        for _ in range(2):
+            model(own.clone().requires_grad_(), 0).sum().backward()
+        assert not getattr(model, ATTRIBUTE).runner.reductions.comparisons.started
 
 
 def test_gradients_of_weights_that_were_frozen_before_the_backward_end(pool: Pool) -> None:

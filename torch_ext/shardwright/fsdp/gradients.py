@@ -328,6 +328,8 @@ class GradientMixin:
         self._write_back = GradientWriteBack(host_copies)
         self._note_gradient: Callable[[torch.Tensor], None] | None = None
         self._watched: nn.Parameter | None = None  # the full parameter whose hook calls `_note_gradient`
+        self._requires_grad = False  # `requires_grad` of `unsharded`, unless users have changed it
+        self._requires_grad_in_forward: bool | None = None  # the same before the running backward; None outside of it
 
     def watch_gradients(self, note: Callable[[torch.Tensor], None]) -> None:
         """Makes autograd call `note` each time it has added to the gradient of the unsharded parameter."""
@@ -336,9 +338,36 @@ class GradientMixin:
 
     def _watch(self) -> None:
         """Registers the hook on `unsharded`, once for each tensor, if it requires gradients."""
+        self._requires_grad = self.unsharded.requires_grad
         if self._note_gradient is not None and self.unsharded.requires_grad and self._watched is not self.unsharded:
             self.unsharded.register_post_accumulate_grad_hook(self._note_gradient)
             self._watched = self.unsharded
+
+    def adopt_requires_grad(self) -> None:
+        """Freezes or unfreezes `sharded` if users have done this to `unsharded`, which modules may have."""
+        if self.unsharded.requires_grad != self._requires_grad:
+            self._requires_grad = self.unsharded.requires_grad
+            self.sharded.requires_grad_(self._requires_grad)
+
+    def match_requires_grad(self, until_end: bool = False) -> None:
+        """Freezes or unfreezes both parameters if users have done this to one of them.
+
+        `until_end`: `unsharded` only until the end of this backward, because graphs are compiled for the forward.
+        """
+        self._requires_grad_in_forward = self._requires_grad if until_end else None
+        self.adopt_requires_grad()
+        self._set_requires_grad(self.sharded.requires_grad)
+
+    def restore_requires_grad(self) -> None:
+        """Undoes the change to `unsharded` of the ending backward."""
+        if self._requires_grad_in_forward is not None:
+            self._set_requires_grad(self._requires_grad_in_forward)
+            self._requires_grad_in_forward = None
+
+    def _set_requires_grad(self, requires_grad: bool) -> None:
+        if self.unsharded.requires_grad != requires_grad:
+            self.unsharded.requires_grad_(requires_grad)
+            self._watch()
 
     def add_graph_gradient(self, gradient: torch.Tensor) -> None:
         """Adds a gradient from a compiled graph. It is copied, because the graph may reuse its memory."""

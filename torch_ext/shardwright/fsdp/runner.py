@@ -261,7 +261,7 @@ class Runner(Departures):
         self.reductions.end_backward(event)
         self._is_past_forward = False
         for unit in self.units:
-            unit.finish_copies()
+            unit.end_backward()
         if not self.open:
             self._end_sequence()
 

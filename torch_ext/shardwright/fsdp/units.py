@@ -243,9 +243,15 @@ class Unit:
             self.last_replaced_forward = runner.num_forwards - len(self.forwards)  # without the forward that begins
 
     def adopt_for_backward(self) -> None:
-        """Adopts the parameters of the latest forward with gradients."""
+        """Adopts the parameters of the latest forward with gradients, and whether they are frozen now."""
         for weight in self.weights:
             weight.adopt_for_backward()
+
+    def end_backward(self) -> None:
+        """Ends a backward: undoes changes that were made for it alone, and waits for copies to the host."""
+        for weight in self.weights:
+            weight.restore_requires_grad()
+        self.finish_copies()
 
     @property
     def is_converted(self) -> bool:

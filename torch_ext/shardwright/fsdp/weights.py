@@ -271,6 +271,7 @@ class Weight(GradientMixin):
         """Gives the owners the sharded parameter, or the one that users have replaced it by."""
         if self.product is not None:
             self.product.end(self)
+        self.adopt_requires_grad()
         self.registrations.set_sharded(self.unsharded, self.sharded)
 
     def note_trained(self) -> bool:
@@ -279,8 +280,9 @@ class Weight(GradientMixin):
         return former is not self.sharded
 
     def adopt_for_backward(self) -> None:
-        """Adopts the parameter of the latest forward with gradients."""
+        """Adopts the parameter of the latest forward with gradients, and whether it is frozen now."""
         self.sharded = self._trained
+        self.match_requires_grad(until_end=True)
 
     def adopt_changes(self, is_trained: bool = True) -> None:
         """Adopts a parameter that users have replaced or frozen. Raises RuntimeError if it cannot be gathered, or, with
@@ -293,9 +295,7 @@ class Weight(GradientMixin):
                 f"{part.device}. Convert parameters between steps; in compiled models call to() of a module under "
                 "sw.fully_shard"
             )
-        if self.unsharded.requires_grad != self.sharded.requires_grad:
-            self.unsharded.requires_grad_(self.sharded.requires_grad)
-            self._watch()
+        self.match_requires_grad()
 
     def _adopt_parameter(self, is_trained: bool = False) -> None:
         """Adopts the module's current parameter as `sharded`. Raises RuntimeError if its layout or device differs."""
