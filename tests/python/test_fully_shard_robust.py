@@ -265,11 +265,14 @@ def test_writes_before_the_backward_raise(pool: Pool, has_store: bool) -> None:
 
 
 def _full_parameters_in_an_optimizer() -> None:
-    model: Any = shard(Mlp(), flat_fully_shard, get_mesh((2,)), reshard_after_forward=False)
+    unsharded = Mlp()
+    early = torch.optim.SGD(unsharded.parameters(), lr=0.1)
+    model: Any = shard(unsharded, flat_fully_shard, get_mesh((2,)), reshard_after_forward=False)
     loss_of(model, batch(0))  # without a backward
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(RuntimeError, match=r"must have the sharded parameters of sw.fully_shard, got .* in full"):
-        optimizer.step()
+    late = torch.optim.SGD(model.parameters(), lr=0.1)
+    for optimizer in (early, late):
+        with pytest.raises(RuntimeError, match=r"must have the sharded parameters of sw.fully_shard, got .* in full"):
+            optimizer.step()
     model.reset_iter_state()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
 

@@ -22,7 +22,7 @@ from .layouts import Layouts
 # optimizers with fused=True, increment no version. So a hook notes optimizer steps.
 
 _WRITTEN = "_shardwright_written"  # attribute of a sharded parameter: the number of its latest optimizer step
-_FULL = "_shardwright_full"  # attribute of an unsharded parameter: its name
+_FULL = "_shardwright_full"  # attribute of an unsharded parameter, and of one that was sharded: its name
 
 _numbers = itertools.count(1)  # numbers of optimizer steps; shared by all parameters, so they are unique
 _is_registered = False  # the hooks of optimizers are registered
@@ -47,19 +47,19 @@ def is_watched(parameter: nn.Parameter) -> bool:
 
 
 def mark_full(parameter: nn.Parameter, name: str) -> None:
-    """Makes optimizers refuse an unsharded parameter, which never gets the reduced gradient."""
+    """Makes optimizers refuse a parameter that never gets the reduced gradient."""
     setattr(parameter, _FULL, name)
 
 
 def _check_parameters(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Hook before each optimizer step. Raises RuntimeError if the optimizer has an unsharded parameter."""
+    """Hook before each optimizer step. Raises RuntimeError if the optimizer has a parameter in full."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if (name := getattr(parameter, _FULL, None)) is not None:
                 raise RuntimeError(
                     f"an optimizer must have the sharded parameters of sw.fully_shard, got {name} in full. Make the "
-                    "optimizer while modules have their sharded parameters: before a forward, or after reshard() or "
-                    "a backward"
+                    "optimizer after sw.fully_shard, while modules have their sharded parameters: before a forward, or "
+                    "after reshard() or a backward"
                 )
 
 

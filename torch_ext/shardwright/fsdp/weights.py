@@ -83,6 +83,7 @@ class Weight(GradientMixin):
         self._is_read = False  # a module has read it other than by `product`, so each gather decodes it
         self.scales: torch.Tensor | None = None  # buffer of `product` (bytes), until `release`
         self.unit: weakref.ref[Any] | None = None  # the Unit that gathers it
+        moves.mark_full(given, name)
         data = given.detach()
         self._device = _device_of(data, layouts, host_copies)
         local = local_of(data) if data.is_meta else local_of(data).to(self._device)
