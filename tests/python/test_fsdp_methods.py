@@ -170,6 +170,9 @@ def _unshards(mode: str) -> None:
         whole_loss(reference, step).backward()
         for p, q in zip(model.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(full(p.grad), q.grad)
+        model.unshard()  # `zero_grad` finds the sharded gradients although modules have unsharded weights
+        for each in (model, reference):
+            each.zero_grad(set_to_none=step > 0)
     # Weights are gathered again after writes to their shards.
     layer.unshard()
     layer.reshard()

@@ -295,6 +295,16 @@ class ShardedModule(FSDPModule):
         for runner in runners.values():
             runner.reschedule()
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears gradients, also those of sharded parameters while modules have unsharded ones. Accumulated gradients
+        that are not reduced yet stay (`reset_iter_state`)."""
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+        found = {id(parameter) for parameter in self.parameters()}  # type: ignore[attr-defined]
+        units = {getattr(module, ATTRIBUTE).unit for module in _modules_of(self, True)}
+        for weight in (weight for unit in units for weight in unit.weights if id(weight.unsharded) in found):
+            if weight.sharded.grad is not None:
+                weight.sharded.grad = None if set_to_none else torch.zeros_like(weight.sharded.grad)
+
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Applies `fn` to the sharded parameters, as `to` and `cuda` do, and adopts their dtypes and devices."""
         unit = _unit_of(self)
