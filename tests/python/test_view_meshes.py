@@ -44,10 +44,10 @@ def _split(
     full, weights = (torch.randn(shape, generator=numbers).to(device) for _ in range(2))
     x = dtensors.distribute(full, mesh, placements).requires_grad_()
     sw.views.view(x, other)  # makes the process groups
-    known = groups.all_names()
+    known = groups.state()
     with CommDebugMode() as communication, sw.debug.wire_meter() as wire:
         y = sw.views.view(x, other)
-    assert communication.get_total_counts() == 0 and wire.received_bytes == 0 and groups.all_names() == known
+    assert communication.get_total_counts() == 0 and wire.received_bytes == 0 and groups.state() == known
     assert tuple(y.device_mesh.shape) == fine and y.placements == dtensors.to_placements(expected)
     assert y.device_mesh.mesh.flatten().tolist() == mesh.mesh.flatten().tolist()
     is_sum = [placement.is_partial() for placement in x.placements]
