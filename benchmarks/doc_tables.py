@@ -447,7 +447,8 @@ def clients_in_short() -> list[str]:
         "step, TP 4, over the sequence": "a step, tensor parallelism over 4, sharded sequence",
         "saving, FSDP 2 x TP 2": "saving, FSDP 2 x TP 2",
     }
-    llama, qwen = (f"`--module shardwright.integrations.torchtitan.{name}`" for name in ("llama3", "qwen3"))
+    flags = "`--module shardwright.integrations.torchtitan.{} --training.disable_cuda_graphs`"
+    llama, qwen = flags.format("llama3"), flags.format("qwen3")
     rows = [
         ["torchtitan 0.3: a step, weights sharded over 4", llama, *titan["Llama 3, sharded weights"]],
         ["a step, sharded over 2 x tensor parallelism over 2", llama, *titan["Llama 3, 2 x 2"]],
