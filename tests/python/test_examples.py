@@ -14,8 +14,6 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NEEDS_OTHERS = {"torchtitan_fully_shard.py", "torchtitan_linear.py", "transformers_tp.py", "vllm_weight_sync.py"}
-# test_pair_block.py trains its model and counts bytes. Most of the time of the program is that of stock.
-TESTED_BY_PARTS = {"pair_block.py"}
 
 pytestmark = [pytest.mark.long, pytest.mark.cpu_only("the programs run on CPU ranks")]
 
@@ -38,6 +36,13 @@ def test_context_parallel() -> None:
     ]
     assert len(losses) == 2 and len(losses[0]) == 5
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_pair_block() -> None:
+    """128 KiB are received: an exchange of the halves that ranks lack, and gradients of the weights."""
+    lines = _output("pair_block.py", num_ranks=4).splitlines()
+    (received,) = [re.fullmatch(r"shardwright +\d+ collectives, (\d+) KiB received", line) for line in lines[1:]]
+    assert received is not None and 0 < int(received[1]) < 256
 
 
 @pytest.mark.parametrize(("program", "num_ranks"), [("pipeline_stages.py", 8), ("experts.py", 4)])
