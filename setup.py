@@ -181,7 +181,8 @@ def detect_cuda() -> Cuda:
 
 
 def has_header(name: str, folders: list[str]) -> bool:
-    """Returns True if the compiler finds a header in these folders or its own, or if `check_compiler` misses it."""
+    """Returns True if the compiler finds a header in these folders or its own. Also returns True if there is no
+    compiler, which `check_compiler` reports."""
     command = [*os.environ.get("CXX", "c++").split(), *system_includes(*folders), "-E", "-include", name, "-x", "c++"]
     if not shutil.which(command[0]):
         return True

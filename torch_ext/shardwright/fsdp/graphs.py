@@ -328,8 +328,7 @@ def begin_forward(handle: int, unit: Unit, arguments: Any) -> Any:
     for i, tensor in zip(where, found[: len(where)]):
         flat[i] = tensor
     for weight, tensor in zip(unit.weights, found[len(where) :]):
-        for parameters, name in weight.registrations.entries:
-            parameters[name] = tensor
+        weight.registrations.set(tensor)
     return tree_unflatten(flat, spec)
 
 
@@ -347,8 +346,7 @@ def end_forward(handle: int, unit: Unit, output: Any) -> Any:
     passed = iter(_end(handle, *tensors))
     flat = [mapped(lambda _: next(passed), leaf) for leaf in flat]
     for weight in unit.weights:
-        for parameters, name in weight.registrations.entries:
-            parameters[name] = weight.sharded
+        weight.registrations.set(weight.sharded)
     return tree_unflatten(flat, spec)
 
 

@@ -73,7 +73,6 @@ class _Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.writes: dict[str, list[Write]] = {}
-        self._copied: dict[int, list[tuple[str, torch.Tensor, int, int]]] = {}  # name, destination, span; by storage
         self._memories: dict[int, _Memory] = {}  # by storage
         self._made: set[int] = set()  # storages of other tensors that the loader has made
         self._alive: list[torch.Tensor] = []  # keeps these storages, so that no other gets the same identity
@@ -129,9 +128,8 @@ class _Recorder(TorchDispatchMode):
 
     def _check_fill(self, func: Any, into: torch.Tensor) -> None:
         """Raises ValueError unless `func` writes a constant to elements of a parameter that have no weight yet."""
-        begin, end = span(into)
-        parts = self._copied.get(_storage_of(into), ())
-        copied = [x[0] for x in parts if x[2] < end and begin < x[3] and num_written(into, [x[1]])]
+        parts = [(name, write.into) for name, writes in self.writes.items() for write in writes]
+        copied = [name for name, x in parts if _storage_of(x) == _storage_of(into) and num_written(into, [x])]
         if func not in _FILLS or copied:
             allowed = "a loader that changes parameters only by copies of weights, and by constants before the copies"
             where = f" that has {copied[0]}" if copied else ""
@@ -155,7 +153,6 @@ class _Recorder(TorchDispatchMode):
         part = into.detach().as_strided(lengths, strides, into.storage_offset())
         region = tuple(((begin, begin + length),) for begin, length in zip(begins, lengths))
         self.writes.setdefault(memory.name, []).append(Write(region, part))
-        self._copied.setdefault(_storage_of(into), []).append((memory.name, part, *span(part)))
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
