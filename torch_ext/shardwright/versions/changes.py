@@ -11,7 +11,7 @@ An element may have changed if it differs from the copy, or if its block has ano
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -84,6 +84,7 @@ class Changes:
         self._kept: dict[Key, torch.Tensor] = {}  # the state of each source
         self._keys: dict[torch.device, torch.Tensor] = {}  # random words of hashes and checksums
         self._written: dict[torch.device, torch.Tensor] = {}  # checksums of the destinations, as last written
+        self._events: list[tuple[torch.device, torch.Event]] = []  # of the last writes to `_kept` and `_written`
 
     @property
     def kept_bytes(self) -> int:
@@ -96,6 +97,9 @@ class Changes:
 
         Until `note_written`, the next start must send everything.
         """
+        for device, event in self._events:  # starts and waits may be on different streams
+            torch.accelerator.current_stream(device).wait_event(event)
+        self._events.clear()
         if everything:
             self._reason = "start() was called with everything=True"
         elif not self._reason and not _are_equal(self._written, self._checksums(destinations)):
@@ -111,6 +115,7 @@ class Changes:
                 message.forget_blocks()
             else:
                 message.find_blocks(changed)
+        self._record_events(self._kept.values())
         counts = [(rank, message.num_changed, message.index_bytes) for rank, message in self._outgoing.items()]
         return Note(reason, counts, sum(message.full_bytes for message in self._outgoing.values()))
 
@@ -174,6 +179,12 @@ class Changes:
         """Records that the start is complete: later writes by others make the next one send everything."""
         self._reason = ""
         self._written = self._checksums(destinations)
+        self._record_events(self._written.values())
+
+    def _record_events(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Records on the current stream of each device that these tensors are written."""
+        for device in {tensor.device for tensor in tensors} - {torch.device("cpu")}:
+            self._events.append((device, torch.accelerator.current_stream(device).record_event()))
 
     def _replace(self, key: Key, local: torch.Tensor) -> torch.Tensor:
         """Keeps the current values of a source. Returns a mask of its elements that may have changed since."""
@@ -191,6 +202,8 @@ class Changes:
             per_block = self._block_bytes // flat.element_size()
             changed = (state != kept).unsqueeze(1).expand(-1, per_block).reshape(-1)[: flat.numel()]
         kept.copy_(state)
+        if kept.device.type != "cpu":
+            kept.record_stream(torch.accelerator.current_stream(kept.device))  # allocated on that of the first start
         return changed.view(local.shape)
 
     def _hashes(self, flat: torch.Tensor) -> torch.Tensor:
