@@ -184,7 +184,7 @@ def owner_of(device_mesh: Any | None, group: dist.ProcessGroup | None = None) ->
         return device_mesh
     if device_mesh is not None and (names := _dim_group_names(device_mesh)):
         grid = Mesh(device_mesh)
-        group_names.announce(names, grid)
+        _announce(names, grid)
         return Owner(names, flattened_names(device_mesh), grid)
     return _DEFAULT_OWNER if group is None or group is dist.group.WORLD else Owner((group.group_name,))
 
@@ -201,8 +201,14 @@ def owner_of_names(names: Sequence[str], grid: _planner.Mesh) -> Owner:
     if along != [tuple(grid.group_ranks(dist.get_rank(), [dim])) for dim in range(grid.ndim)]:
         return Owner(tuple(names))
     owner = Owner(tuple(names[: grid.ndim]), tuple(names[grid.ndim :]), grid)
-    group_names.announce(owner.names, grid)
+    _announce(owner.names, grid)
     return owner
+
+
+def _announce(names: tuple[str, ...], grid: _planner.Mesh) -> None:
+    """Writes the names of this rank's groups into the store of the default group, without those of an earlier one."""
+    note_world()
+    group_names.announce(names, grid)
 
 
 def note_prepared(owner: Owner, mesh: _planner.Mesh, dims: tuple[int, ...]) -> None:
