@@ -193,7 +193,9 @@ def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.grad_fn is None:
         return tensor
     if isinstance(tensor, DTensor):  # `detach` takes ten times as long
-        return DTensor(tensor._local_tensor, tensor._spec, requires_grad=False)  # type: ignore[call-arg]
+        local = tensor._local_tensor
+        local = local.detach() if local.requires_grad else local
+        return DTensor(local, tensor._spec, requires_grad=False)  # type: ignore[call-arg]
     return tensor.detach()
 
 
