@@ -202,8 +202,8 @@ def _random_redistributes(seed: int, times: int) -> list[str]:
 
 
 @pytest.mark.long
-def test_ten_thousand_random_async_redistributes(pool: Pool) -> None:
+@pytest.mark.parametrize("seed", range(4))
+def test_random_async_redistributes(pool: Pool, seed: int) -> None:
     """Results are right whether inputs are overwritten, and whether this thread, another one or none waits."""
-    for seed in range(4):
-        for wrong in pool.run(_random_redistributes, WORLD, seed, NUM_REDISTRIBUTES // 4):
-            assert wrong == []
+    for wrong in pool.run(_random_redistributes, WORLD, seed, NUM_REDISTRIBUTES // 4):
+        assert wrong == []

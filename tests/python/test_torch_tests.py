@@ -58,7 +58,7 @@ print(result.testsRun, [test.id().split(".")[-1] for test, _ in result.errors + 
 """
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_all_outcomes_are_recorded(tmp_path: pathlib.Path) -> None:
     folder = tmp_path / "source" / "test" / "distributed" / "tensor"
     folder.mkdir(parents=True)
@@ -106,7 +106,7 @@ def test_all_outcomes_are_recorded(tmp_path: pathlib.Path) -> None:
     assert "4 pass stock and fail with shardwright" in done.stdout
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_ranks_shared_by_tests_are_replaced_after_failures(tmp_path: pathlib.Path) -> None:
     pytest.importorskip("expecttest")  # requirements/torch-tests.txt
     (tmp_path / "shared_ranks.py").write_text(SHARED_RANKS)
