@@ -16,7 +16,11 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 @pytest.mark.parametrize(
     ("program", "num_ranks"),
-    [("transformers_tp.py", 2), ("torchtitan_linear.py", 4), ("torchtitan_fully_shard.py", 4)],
+    [
+        ("transformers_tp.py", 2),
+        pytest.param("torchtitan_linear.py", 4, marks=pytest.mark.release),
+        pytest.param("torchtitan_fully_shard.py", 4, marks=pytest.mark.release),
+    ],
 )
 def test_program_runs_under_torchrun(program: str, num_ranks: int) -> None:
     """The programs compare their results with the unsharded model's, and fail if they differ."""

@@ -63,11 +63,13 @@ def _per_step(ours: dict[str, Any], counter: str) -> int:
     return int(ours[counter][-1] - ours[counter][-2])
 
 
+@pytest.mark.release
 def test_llama_with_sharded_weights(assets: Path) -> None:
     ours = _compare(assets, "llama3", "llama3_debugmodel")
     assert _per_step(ours, "calls") > 2 * 6  # a gather and a reduction for each of six layers
 
 
+@pytest.mark.release
 def test_llama_with_tensor_parallelism(assets: Path) -> None:
     ours = _compare(assets, "llama3", "llama3_debugmodel", "--parallelism.tensor_parallel_degree", "2")
     # In each of six layers two gathers of the sequence and two reductions, and one of each around the layers. Each has
@@ -75,11 +77,13 @@ def test_llama_with_tensor_parallelism(assets: Path) -> None:
     assert _per_step(ours, "calls") >= 2 * (4 * 6 + 2)
 
 
+@pytest.mark.release
 def test_llama_without_sequence_parallelism(assets: Path) -> None:
     arguments = ["--parallelism.tensor_parallel_degree", "4", "--parallelism.no-enable-sequence-parallel"]
     _compare(assets, "llama3", "llama3_debugmodel", *arguments, steps=5, layers=2)
 
 
+@pytest.mark.release
 def test_fused_linears_on_cpu(assets: Path) -> None:
     """torchtitan's own fused layers need CUDA, so the comparison is with its layers that are not fused."""
     arguments = ["--parallelism.tensor_parallel_degree", "2"]
@@ -90,6 +94,7 @@ def test_fused_linears_on_cpu(assets: Path) -> None:
     assert _per_step(ours, "products") >= 2 * 2 * 4  # in each of two layers four products, forward and backward
 
 
+@pytest.mark.release
 def test_qwen_experts(assets: Path) -> None:
     arguments = ["--parallelism.expert_parallel_degree", "2"]
     ours = _compare(assets, "qwen3", "qwen3_moe_debug", *arguments, steps=5, layers=2)

@@ -66,20 +66,24 @@ def _train(assets: Path, ranks: int, degree: int, *arguments: str, override: str
     return train(assets, f"{OURS}llama3", "llama3_debugmodel", CP, str(degree), *arguments, **options)
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("degree", [2, 4])
 def test_llama_with_documents(assets: Path, degree: int) -> None:
     _compare(assets, 1, "dense_attention", _train(assets, degree, degree))
 
 
+@pytest.mark.release
 def test_llama_with_sharded_weights(assets: Path) -> None:
     _compare(assets, 2, "dense_attention", _train(assets, 4, 2))
 
 
+@pytest.mark.release
 def test_llama_with_causal_attention_and_no_load_balancer(assets: Path) -> None:
     ours = _train(assets, 2, 2, "--parallelism.context_parallel_load_balancer", "None", override="attention")
     _compare(assets, 1, "attention", ours)
 
 
+@pytest.mark.release
 def test_against_gathered_keys(assets: Path) -> None:
     """torchtitan's context parallelism runs on CPU if dense attention takes the place of FlexAttention's kernel."""
     length = ["--training.seq_len", "256"]
