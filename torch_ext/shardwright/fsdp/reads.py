@@ -192,10 +192,8 @@ def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the tensor without its autograd node. That node may be the one that saves it, which would be a cycle."""
     if tensor.grad_fn is None:
         return tensor
-    if isinstance(tensor, DTensor):  # `detach` takes ten times as long
-        local = tensor._local_tensor
-        local = local.detach() if local.requires_grad else local
-        return DTensor(local, tensor._spec, requires_grad=False)  # type: ignore[call-arg]
+    if isinstance(tensor, DTensor):  # its own `detach` takes ten times as long
+        return DTensor(tensor._local_tensor.detach(), tensor._spec, requires_grad=False)  # type: ignore[call-arg]
     return tensor.detach()
 
 
