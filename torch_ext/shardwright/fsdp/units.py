@@ -306,6 +306,7 @@ class Unit:
 
     def to_unsharded(self, products: Any = None) -> None:
         """Gives the modules unsharded parameters; those in `products` (a ChunkedUnit) are multiplied in chunks."""
+        self.is_left_unsharded = False  # a release within a forward or backward must not give it sharded parameters
         if products is not self.chunked_products:
             self._end_chunked_products()
         for weight in self.weights:
