@@ -11,7 +11,7 @@ An element may have changed if it differs from the copy, or if its block has ano
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,6 +26,8 @@ from .messages import (
     Rounds,
     bits_of,
     elements_of,
+    record_events,
+    wait_for_events,
     words_of,
 )
 from .pieces import Ends
@@ -84,7 +86,7 @@ class Changes:
         self._kept: dict[Key, torch.Tensor] = {}  # the state of each source
         self._keys: dict[torch.device, torch.Tensor] = {}  # random words of hashes and checksums
         self._written: dict[torch.device, torch.Tensor] = {}  # checksums of the destinations, as last written
-        self._events: list[tuple[torch.device, torch.Event]] = []  # of the last writes to `_kept` and `_written`
+        self._events: list[torch.Event] = []  # on devices with streams: the last writes to `_kept` and `_written`
 
     @property
     def kept_bytes(self) -> int:
@@ -97,9 +99,7 @@ class Changes:
 
         Until `note_written`, the next start must send everything.
         """
-        for device, event in self._events:  # starts and waits may be on different streams
-            torch.accelerator.current_stream(device).wait_event(event)
-        self._events.clear()
+        wait_for_events(self._events)  # starts and waits may be on different streams
         if everything:
             self._reason = "start() was called with everything=True"
         elif not self._reason and not _are_equal(self._written, self._checksums(destinations)):
@@ -115,7 +115,7 @@ class Changes:
                 message.forget_blocks()
             else:
                 message.find_blocks(changed)
-        self._record_events(self._kept.values())
+        self._events = record_events(kept.device for kept in self._kept.values())
         counts = [(rank, message.num_changed, message.index_bytes) for rank, message in self._outgoing.items()]
         return Note(reason, counts, sum(message.full_bytes for message in self._outgoing.values()))
 
@@ -179,12 +179,7 @@ class Changes:
         """Records that the start is complete: later writes by others make the next one send everything."""
         self._reason = ""
         self._written = self._checksums(destinations)
-        self._record_events(self._written.values())
-
-    def _record_events(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Records on the current stream of each device that these tensors are written."""
-        for device in {tensor.device for tensor in tensors} - {torch.device("cpu")}:
-            self._events.append((device, torch.accelerator.current_stream(device).record_event()))
+        self._events += record_events(self._written)
 
     def _replace(self, key: Key, local: torch.Tensor) -> torch.Tensor:
         """Keeps the current values of a source. Returns a mask of its elements that may have changed since."""

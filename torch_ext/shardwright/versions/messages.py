@@ -12,7 +12,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -189,8 +189,7 @@ class Rounds:
         for begin in range(0, num_rounds * per_message, per_message):
             self.wait()
             self._start(begin, begin + per_message, source, destination)
-        self._events.clear()
-        self._record_event()
+        self._events = record_events([self._device])
 
     def completion_order(self) -> list[int]:
         """Returns the indices of the destinations, which are completed together."""
@@ -198,7 +197,7 @@ class Rounds:
 
     def wait_for_sources(self) -> None:
         """Makes the current stream wait until sources are packed. `run` has packed them all."""
-        self._wait_for_events()
+        wait_for_events(self._events)
 
     def wait_for(self, index: int) -> None:
         """Waits until all destinations are complete."""
@@ -209,7 +208,7 @@ class Rounds:
         """Waits for the round in flight, and writes its blocks to the destinations. Every wait raises its error."""
         if self._failure is not None:
             raise self._failure
-        self._wait_for_events()
+        wait_for_events(self._events)
         if self._in_flight is None:
             return
         work, begin, end, sent, received, destination = self._in_flight
@@ -219,7 +218,7 @@ class Rounds:
                 buffer.record_stream(torch.accelerator.current_stream(buffer.device))  # allocated on that of `start`
             for message, part in zip(_in_order(self._incoming), received):
                 message.unpack(begin, end, part, destination)
-            self._record_event()
+            self._events += record_events([self._device])
         except BaseException as error:
             self._failure = error
             raise
@@ -238,15 +237,6 @@ class Rounds:
         if self._in_flight is not None and self._in_flight.work.is_completed():
             self.wait()
         return self._in_flight is None and all(event.query() for event in self._events)
-
-    def _record_event(self) -> None:
-        if self._device.type != "cpu":
-            self._events.append(torch.accelerator.current_stream(self._device).record_event())
-
-    def _wait_for_events(self) -> None:
-        """Makes the current stream wait for the work that this object has queued on other streams."""
-        for event in self._events:
-            torch.accelerator.current_stream(self._device).wait_event(event)
 
     def _start(self, begin: int, end: int, source: ReadTensor, destination: ReadTensor) -> None:
         """Starts to exchange the changed blocks [begin, end) of each message."""
@@ -271,6 +261,17 @@ class Rounds:
 def _in_order(messages: Mapping[int, Message]) -> list[Message]:
     """Returns the messages in the order of their ranks."""
     return [messages[rank] for rank in sorted(messages)]
+
+
+def record_events(devices: Iterable[torch.device]) -> list[torch.Event]:
+    """Records an event on the current stream of each of these devices that has streams."""
+    return [torch.accelerator.current_stream(x).record_event() for x in set(devices) if x.type != "cpu"]
+
+
+def wait_for_events(events: Iterable[torch.Event]) -> None:
+    """Makes the current stream of each event's device wait for the event."""
+    for event in events:
+        torch.accelerator.current_stream(event.device).wait_event(event)
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
