@@ -65,8 +65,10 @@ _REFUSALS = re.compile(
     "Injected|Interrupt|"
     "RuntimeError: .* written between a forward and its backward, which needs the old values|"
     "RuntimeError: .*: a weight under sw.fully_shard was read after it was released|"
-    "RuntimeError: (The|One of the) differentiated Tensors?.* appears to not have been used in the graph|"
-    "(Torch)?RuntimeError.*aten.* got mixed torch.Tensor and DTensor|"
+    "RuntimeError: (The differentiated Tensor at index .*|One of the differentiated Tensors) "
+    "appears to not have been used in the graph|"
+    "(TorchRuntimeError: RuntimeError when making fake tensor call.*got RuntimeError\\('|RuntimeError: )"
+    "aten.* got mixed torch.Tensor and DTensor|"
     "RuntimeError: .* must have the same dtype|"
     # Gradients that DTensor replicates, and its missing rule for anomaly detection. FSDP2 raises them too.
     "RuntimeError: aten.add_.Tensor: in-place operations that require placement changes|"
