@@ -209,8 +209,8 @@ $(TORCH_TESTS_STAMP): $(ENV_STAMP) requirements/torch-tests.txt
 TESTS ?= cpp python async
 test: $(addprefix test-,$(TESTS))
 
-# With QUICK=1, every function that is not marked long runs, mostly with one set of parameters. Successive commits run
-# different sets: the first set of a function often has a single rank.
+# With QUICK=1, every function that is not marked long or release runs, mostly with one set of parameters. Successive
+# commits run different sets: the first set of a function often has a single rank.
 QUICK_ARGS := $(if $(QUICK),-m 'not long and not release' --one-in 20 --turn $(shell git rev-list --count HEAD 2>/dev/null || echo 0))
 test-python: build
 	$(HERE) $(PY) -m pytest -q tests/python $(QUICK_ARGS) $(ARGS)
