@@ -19,11 +19,10 @@ from __future__ import annotations
 import bisect
 import functools
 import weakref
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 
 import torch
 
-from .._native import _runtime
 from .._planner import StepSchedule
 from . import scheduler
 from .calls import MethodCalls
@@ -74,8 +73,7 @@ class Runner(Departures):
         self.num_forwards = 0  # forwards so far; numbers them from 1
         # By sequence, in order: its first forward, and the units that multiply in chunks (`Plan.units_in_chunks`).
         self._chunked_by_sequence: list[tuple[int, frozenset[int]]] = []
-        self._stream: torch.Stream | None = None  # stream of the last use
-        self._is_captured = False  # the last use was captured in a graph
+        self._streams = scheduler.StreamOrder(self.device)
         self.calls = MethodCalls()
 
     @property
@@ -226,26 +224,33 @@ class Runner(Departures):
             return
         if self._backward_callback is not None:
             self.abort()  # the previous backward has failed
-
-        def end() -> None:
-            self._backward_callback = None
-            try:
-                self._end_backward()
-            except BaseException:
-                self.abort()
-                raise
-
         for unit in (each for each in self.units if not each.forwards):
             unit.adopt_for_backward()
-        self._backward_callback = weakref.ref(end, functools.partial(_to_sharded_after_failure, weakref.ref(self)))
-        torch.autograd.Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
+        self._call_at_end(self._end_uses)
         if self._key is not None:  # otherwise a sequence begins, which is an event too
             self._defer("beginning of a backward")
             self._is_past_forward = True
 
+    def _call_at_end(self, function: Callable[[], None]) -> None:
+        """Makes the running backward call a function of this runner at its end, after those it has been given before.
+
+        Several models may share a backward. Each starts its last reductions before any of them waits for other ranks.
+        """
+
+        def end() -> None:
+            self._backward_callback = None
+            try:
+                function()
+            except BaseException:
+                self.abort()
+                raise
+
+        self._backward_callback = weakref.ref(end, functools.partial(_to_sharded_after_failure, weakref.ref(self)))
+        torch.autograd.Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
+
     @torch.no_grad()
-    def _end_backward(self) -> None:
-        """Reduces the gradients that are left at the end of a backward, and ends the sequence if no unit is open."""
+    def _end_uses(self) -> None:
+        """Ends the uses of a backward, and starts the reductions of units whose own end it has not reached."""
         self.calls.end_failed(self.end_forward, backward_ends=True)
         event = self._reach("end of a backward")
         for unit in self.units:
@@ -258,6 +263,11 @@ class Runner(Departures):
                 unit.to_sharded()
         self.open = [index for index, unit in enumerate(self.units) if unit.is_open]
         self._change_use("forward" if self.open else "backward")  # forward: a backward within a forward
+        self._call_at_end(functools.partial(self._end_backward, event))
+
+    @torch.no_grad()
+    def _end_backward(self, event: str) -> None:
+        """Reduces gradients that are left, and ends the sequence if no unit is open. `event`: a text, to compare."""
         self.reductions.end_backward(event)
         self._is_past_forward = False
         for unit in self.units:
@@ -333,7 +343,7 @@ class Runner(Departures):
         """
         units = tuple(self.open)
         key = self._key_of(units, kind) if self._key is None else self._key
-        self._order_streams()
+        self._streams.order()
         with torch.no_grad():
             if self._is_in_use:
                 self._end_use(len(self._uses) - 1)
@@ -355,17 +365,6 @@ class Runner(Departures):
         planned = [index for use in self._plan.uses for index in use.units] if self._plan is not None else []
         for index in dict.fromkeys([*planned, *range(len(self.units))]):
             self.units[index].start_refresh()
-
-    def _order_streams(self) -> None:
-        """Makes the current stream wait for that of the last use, because both uses may share memory in the arena."""
-        if self.device.type == "cpu":
-            return
-        current, was_captured = torch.accelerator.current_stream(self.device), self._is_captured
-        self._is_captured = _runtime.is_capturing(str(self.device))
-        # Between a captured and an uncaptured use, the user's code that captures must order streams.
-        if self._stream is not None and self._stream != current and self._is_captured == was_captured:
-            current.wait_stream(self._stream)
-        self._stream = current
 
     def _begin_sequence(self, key: Key) -> None:
         """Begins to follow the schedule of the key, if there is one, and marks gathered weights as stale if their

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._native import _planner
+from .._native import _planner, _runtime
 from .._planner import StepSchedule, overlapping_budget_bytes
 from ..debug.explaining import RecordedStep
 from ..runtime import executables
@@ -89,6 +89,26 @@ class Clock:
         else:
             seconds = [origin.elapsed_time(mark) / 1e3 for mark in self._marks]
         return list(zip(seconds[::2], seconds[1::2]))
+
+
+class StreamOrder:
+    """Orders the streams of successive uses, because both may share memory in the arena."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.Stream | None = None  # stream of the last use
+        self._is_captured = False  # the last use was captured in a graph
+
+    def order(self) -> None:
+        """Makes the current stream wait for that of the last use."""
+        if self._device.type == "cpu":
+            return
+        current, was_captured = torch.accelerator.current_stream(self._device), self._is_captured
+        self._is_captured = _runtime.is_capturing(str(self._device))
+        # Between a captured and an uncaptured use, the user's code that captures must order streams.
+        if self._stream is not None and self._stream != current and self._is_captured == was_captured:
+            current.wait_stream(self._stream)
+        self._stream = current
 
 
 def _mark(device: torch.device) -> Any:
