@@ -225,8 +225,15 @@ def valid(case: Case) -> Case:
             step = dataclasses.replace(step, fails="")
         if step.fails == "caught" and step.entry == "checkpoint":  # it would compute again without the error
             step = dataclasses.replace(step, fails="")
-        # Ranks that run no unit at all compare nothing, and ranks may leave a schedule with chunks in different ways.
-        if (not case.root and len(blocks) == 1) or case.layout == "chunks":
+        # Ranks that run no unit at all compare nothing. Nor does a rank that has ended its step, while another one runs
+        # one of several models again, or its backward. Ranks may leave a schedule with chunks in different ways.
+        has_no_event = not case.root and (len(blocks) == 1 or step.differs == "repeat")
+        if has_no_event or case.layout == "chunks":
+            step = dataclasses.replace(step, differs="")
+        if step.losses == "by_rank" and not case.root and any(block.kind == "nothing" for block in blocks):
+            step = dataclasses.replace(step, losses="all")
+        # A method that is not registered may move DTensors, on one rank.
+        if any(block.method and block.unit == "none" for block in blocks):
             step = dataclasses.replace(step, differs="")
         if step.differs:  # some ranks leave the step early, so it has no other errors
             step = dataclasses.replace(step, fails="", backward="once", accumulates=0, defers=False, zero="none")

@@ -24,6 +24,8 @@ FOUND = [
     Case(0, (Block(checkpoint="around", method=True),), (Step(zero="model"), Step())),
     # A recomputation left the schedule, which released the open root. Its modules got their sharded parameters.
     Case(4270, steps=(Step(stays="stay_forward"), Step(entry="checkpoint"))),
+    # A rank that had left its schedule did not gather units again that were gathered before an optimizer's step.
+    Case(700329, (Block(), Block()), (Step(stays="stay"), Step(), Step(differs="skip"))),
     # One of several models that share a backward waited for its end before the others had reduced gradients. A rank
     # that had left the schedule of another one waited for these.
     Case(

@@ -150,6 +150,16 @@ def run_transfers(
     at the first use have started.
     """
 
+    def gather(unit: Unit, memory: torch.Tensor | None) -> None:
+        if unit.is_resident and not unit.is_forgotten:
+            return
+        if unit.is_resident:
+            unit.release()
+        if memory is None or unit.unit_options.keep_between_steps:
+            unit.start_gather_alone()
+        else:
+            unit.start_gather(memory)
+
     def reduce(index: int, num_reduced: int) -> None:
         for unit_index in plan.uses[index].gradients[num_reduced:] if 0 <= index < len(plan.uses) else ():
             reduction = reductions.start(unit_index, drops_result=True)
@@ -159,15 +169,10 @@ def run_transfers(
     reduce(uses.start - 1, num_reduced)
     for index in uses:
         for unit_index, place, _ in () if has_gathered else plan.gathers.get(index, ()):
-            unit = units[unit_index]
-            if not unit.is_resident and unit.unit_options.keep_between_steps:
-                unit.start_gather_alone()
-            elif not unit.is_resident:
-                unit.start_gather(arena[place])
+            gather(units[unit_index], arena[place])
         has_gathered = False
         for unit_index in plan.uses[index].units:
-            if not units[unit_index].is_resident:
-                units[unit_index].start_gather_alone()
+            gather(units[unit_index], None)
             units[unit_index].finish_gather()
         reduce(index, 0)
         release(units, arena, plan, index)

@@ -230,6 +230,11 @@ class Unit:
         return versions_differ(self._gathered_from, self.versions)
 
     @property
+    def is_forgotten(self) -> bool:
+        """True if gathered weights are stale by `forget_copies`, which all ranks call for the same units."""
+        return bool(self.weights) and not self._gathered_from
+
+    @property
     def versions(self) -> list[Version]:
         """The current sharded parameters and their versions."""
         return [(weight.sharded, weight.version) for weight in self.weights]
