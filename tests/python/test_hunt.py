@@ -26,6 +26,13 @@ FOUND = [
     Case(4270, steps=(Step(stays="stay_forward"), Step(entry="checkpoint"))),
     # A rank that had left its schedule did not gather units again that were gathered before an optimizer's step.
     Case(700329, (Block(), Block()), (Step(stays="stay"), Step(), Step(differs="skip"))),
+    # A forward that began in a graph ended in eager code, and left the graph's tensors in the module.
+    Case(
+        920711,
+        (Block(kind="two", output="attribute_dict", method=True),),
+        (Step(), Step(expert="none")),
+        compiled=True,
+    ),
     # One of several models that share a backward waited for its end before the others had reduced gradients. A rank
     # that had left the schedule of another one waited for these.
     Case(

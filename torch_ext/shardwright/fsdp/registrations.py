@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -72,9 +73,13 @@ class Registrations:
                 if found is not sharded:
                     self._replaced[index] = found
 
-    def set_sharded(self, unsharded: nn.Parameter, sharded: nn.Parameter) -> None:
-        """Gives the modules the sharded parameter, unless users have replaced it."""
+    def set_sharded(self, unsharded: nn.Parameter, sharded: nn.Parameter, is_in_graph: bool) -> None:
+        """Gives the modules the sharded parameter, unless users have replaced it.
+
+        `is_in_graph`: a compiled graph may have given them its own tensors, which are no parameters (graphs.py).
+        """
         for index, (parameters, name) in enumerate(self.entries):
-            if parameters.get(name) is unsharded:
+            found = parameters.get(name)
+            if found is unsharded or (is_in_graph and type(found) is torch.Tensor):
                 parameters[name] = self._replaced.get(index, sharded)
         self._replaced.clear()

@@ -326,7 +326,7 @@ class Unit:
         self._end_chunked_products()
         self.is_left_unsharded = False
         for weight in self.weights:
-            weight.to_sharded()
+            weight.to_sharded(self.is_in_graph)
 
     def to_sharded_after_forward(self) -> None:
         """Gives the modules their sharded parameters, unless the unit stays gathered until its backward."""

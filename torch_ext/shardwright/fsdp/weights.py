@@ -268,12 +268,15 @@ class Weight(GradientMixin):
         if self.product is not None:
             self.product.begin(self)
 
-    def to_sharded(self) -> None:
-        """Gives the owners the sharded parameter, or the one that users have replaced it by."""
+    def to_sharded(self, is_in_graph: bool) -> None:
+        """Gives the owners the sharded parameter, or the one that users have replaced it by.
+
+        `is_in_graph`: see `Registrations.set_sharded`.
+        """
         if self.product is not None:
             self.product.end(self)
         self.adopt_requires_grad()
-        self.registrations.set_sharded(self.unsharded, self.sharded)
+        self.registrations.set_sharded(self.unsharded, self.sharded, is_in_graph)
 
     def note_trained(self) -> bool:
         """Notes that a forward with gradients uses the parameter. Returns true if the previous one used another."""
