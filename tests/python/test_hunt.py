@@ -33,6 +33,8 @@ FOUND = [
         (Step(), Step(expert="none")),
         compiled=True,
     ),
+    # A graph repeated in its backward what depends on a checkpoint within a unit, before the unit was gathered.
+    Case(31095, (Block(kind="inner_checkpoint", unit="nested"),), (Step(),), compiled=True),
     # One of several models that share a backward waited for its end before the others had reduced gradients. A rank
     # that had left the schedule of another one waited for these.
     Case(

@@ -407,21 +407,24 @@ def _reread_weights_in_backward(joint_module: GraphModule) -> None:
                   a2 = after(w, begin_backward)  c2 = cast(a2)  dx = dy @ c2.T
 
     Nodes that checkpoints recompute are repeated here too if they depend on weights: the partitioner would not place
-    them after the event. Random nodes that depend on weights are saved instead.
+    them after the event. Other nodes that depend on repeated ones are saved.
     """
     nodes = list(joint_module.graph.nodes)
     if not any(node.target is _AFTER for node in nodes):
         return
     backward_of = _backward_events(nodes)
     copies: dict[Node, Node] = {}  # by node of the forward: its copy in the backward
-    begin_of: dict[Node, Node] = {}  # by node that reads weights: the result of the `begin_forward` that gathers them
+    begin_of: dict[Node, Node] = {}  # by repeated node: the result of the `begin_forward` that gathers its weights
+    only_weights: set[Node] = set()  # nodes that depend on weights alone
     latest_copy: dict[Node, Node] = {}  # by result of `begin_backward`: the latest copy that was added after it
     for node in nodes:
         if _is_backward(node) or node.op != "call_function" or node.target is with_effects:
             continue
         sources = {begin_of.get(source) for source in node.all_input_nodes}
         known = sources - {None}
-        may_repeat = len(sources) == 1 or (partitioners.must_recompute(node) and not _is_random(node))
+        if node.target is _AFTER or (len(known) == 1 and only_weights.issuperset(node.all_input_nodes)):
+            only_weights.add(node)
+        may_repeat = node in only_weights or (partitioners.must_recompute(node) and not _is_random(node))
         if node.target is _AFTER:
             begin_of[node] = node.args[1]  # type: ignore[assignment]
         elif len(known) == 1 and may_repeat:
