@@ -232,6 +232,9 @@ def valid(case: Case) -> Case:
             step = dataclasses.replace(step, differs="")
         if step.losses == "by_rank" and not case.root and any(block.kind == "nothing" for block in blocks):
             step = dataclasses.replace(step, losses="all")
+        # A graph computes gradients of all its outputs, so that they are zeros where others are None.
+        if case.compiled or any(block.compiled for block in blocks):
+            step = dataclasses.replace(step, losses="all")
         # A method that is not registered may move DTensors, on one rank.
         if any(block.method and block.unit == "none" for block in blocks):
             step = dataclasses.replace(step, differs="")
