@@ -110,7 +110,7 @@ MAX_CODE_LINES = {
     "debug": 213,
     "dtensor": 929,
     "experts": 603,
-    "fsdp": 6001,
+    "fsdp": 6021,
     "graph": 316,
     "integrations": 191,
     "integrations/torchtitan": 309,
