@@ -56,6 +56,7 @@ def constant(value: Any) -> Any:
     return [constant(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
+@torch._disable_dynamo  # it may run in eager code that compiled code calls, whose frames Dynamo would compile
 def on_fakes(metas: Sequence[tuple[Any, ...] | None], plan: Callable[..., T]) -> T:
     """Returns the result of `plan`, called with fake tensors of these descriptions. None stays None.
 
