@@ -111,7 +111,7 @@ MAX_CODE_LINES = {
     "dtensor": 929,
     "experts": 603,
     "fsdp": 6021,
-    "graph": 316,
+    "graph": 317,
     "integrations": 191,
     "integrations/torchtitan": 309,
     "integrations/verl": 197,
