@@ -155,10 +155,10 @@ def run_transfers(
             return
         if unit.is_resident:
             unit.release()
-        if memory is None or unit.unit_options.keep_between_steps:
+        if memory is None:
             unit.start_gather_alone()
         else:
-            unit.start_gather(memory)
+            unit.start_scheduled_gather(memory)
 
     def reduce(index: int, num_reduced: int) -> None:
         for unit_index in plan.uses[index].gradients[num_reduced:] if 0 <= index < len(plan.uses) else ():

@@ -430,10 +430,7 @@ class Runner(Departures):
         if unit.is_resident:
             unit.release()
         unit.set_chunked_gather(chunks)
-        if unit.unit_options.keep_between_steps:
-            unit.start_gather_alone()
-        else:
-            unit.start_gather(self._arena[place])
+        unit.start_scheduled_gather(self._arena[place])
 
     def _gather_now(self, needed: Iterable[int], in_chunks: set[int]) -> None:
         """Waits for the gathers of these units, and starts those that were not started ahead.

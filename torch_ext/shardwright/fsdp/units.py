@@ -181,6 +181,13 @@ class Unit:
         if self.unit_options.keep_between_steps:
             self.record_fingerprints()
 
+    def start_scheduled_gather(self, memory: torch.Tensor) -> None:
+        """Starts to gather into `memory` of the arena, or outside of it if the unit stays gathered between steps."""
+        if self.unit_options.keep_between_steps:
+            self.start_gather_alone()
+        else:
+            self.start_gather(memory)
+
     def save_kept_copy(self, memory: torch.Tensor, offset_bytes: int) -> None:
         """Copies the parts of gathered weights that a release keeps to `memory`, unless the kept copy is up to date."""
         if versions_differ(self._kept_from, self._gathered_from):
