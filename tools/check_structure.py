@@ -110,7 +110,7 @@ MAX_CODE_LINES = {
     "debug": 213,
     "dtensor": 929,
     "experts": 603,
-    "fsdp": 6021,
+    "fsdp": 6023,
     "graph": 317,
     "integrations": 191,
     "integrations/torchtitan": 309,

@@ -255,6 +255,36 @@ def test_tensors_computed_from_weights_are_not_saved(pool: Pool) -> None:
     pool.run(_computed, 2, "aot_eager")
 
 
+class DroppedWeights(nn.Module):
+    """A product with a random half of the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ nn.functional.dropout(self.weight, training=True).t()
+
+
+def _dropped_weights() -> None:
+    mesh = get_mesh((2,))
+    torch.manual_seed(0)
+    model = nn.Sequential(flat_fully_shard(DroppedWeights(), mesh=mesh))
+    sw.fully_shard(model, mesh=mesh)
+    torch._dynamo.reset()
+    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        y = run(torch.ones(1, 32))
+        y.sum().backward()
+        # For weights and inputs of 1, the sum of a row of the gradient is the result, if both have one mask.
+        torch.testing.assert_close(model[0].weight.grad.full_tensor().sum(1), y[0].detach())
+        model.zero_grad()
+
+
+def test_masks_of_weights_are_saved(pool: Pool) -> None:
+    pool.run(_dropped_weights, 2)
+
+
 def linear_units(width: int, **options: Any) -> tuple[nn.Sequential, nn.Sequential]:
     """Returns two equal models whose units are Linear modules."""
     mesh = get_mesh((2,))

@@ -407,7 +407,7 @@ def _reread_weights_in_backward(joint_module: GraphModule) -> None:
                   a2 = after(w, begin_backward)  c2 = cast(a2)  dx = dy @ c2.T
 
     Nodes that checkpoints recompute are repeated here too if they depend on weights: the partitioner would not place
-    them after the event. Other nodes that depend on repeated ones are saved.
+    them after the event. Random nodes, and others that depend on repeated ones, are saved.
     """
     nodes = list(joint_module.graph.nodes)
     if not any(node.target is _AFTER for node in nodes):
@@ -420,15 +420,15 @@ def _reread_weights_in_backward(joint_module: GraphModule) -> None:
     for node in nodes:
         if _is_backward(node) or node.op != "call_function" or node.target is with_effects:
             continue
-        sources = {begin_of.get(source) for source in node.all_input_nodes}
-        known = sources - {None}
-        if node.target is _AFTER or (len(known) == 1 and only_weights.issuperset(node.all_input_nodes)):
+        known = {begin_of[source] for source in node.all_input_nodes if source in begin_of}
+        reads_only_weights = len(known) == 1 and only_weights.issuperset(node.all_input_nodes)
+        may_repeat = not _is_random(node) and (reads_only_weights or partitioners.must_recompute(node))
+        if node.target is _AFTER or (reads_only_weights and may_repeat):
             only_weights.add(node)
-        may_repeat = node in only_weights or (partitioners.must_recompute(node) and not _is_random(node))
         if node.target is _AFTER:
             begin_of[node] = node.args[1]  # type: ignore[assignment]
         elif len(known) == 1 and may_repeat:
-            begin_of[node] = known.pop()  # type: ignore[assignment]
+            begin_of[node] = known.pop()
         elif known:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         if begin_of.get(node) in backward_of:
